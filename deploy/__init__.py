@@ -1,0 +1,1 @@
+"""How the processes are run: the local launcher, containers, dashboards."""

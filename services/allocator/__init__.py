@@ -1,0 +1,1 @@
+"""Allocator: decides how many rollouts a prompt is worth, and buys them."""

@@ -1,0 +1,1 @@
+"""The `rollwise` command: a client of the services like any other, over HTTP and gRPC."""

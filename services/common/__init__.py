@@ -1,0 +1,1 @@
+"""What every process shares: settings, gRPC and Redis plumbing, telemetry. It knows nothing of RL."""

@@ -1,0 +1,1 @@
+"""Generation: samples rollouts from the current policy, token ids in and out."""

@@ -1,0 +1,1 @@
+"""Value prior: predicts how likely a policy is to solve a prompt, before any rollout."""

@@ -1,0 +1,1 @@
+"""Verifier: judges completions in isolated worker processes."""

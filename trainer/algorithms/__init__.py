@@ -1,0 +1,1 @@
+"""Algorithms: groups in, advantages out. They know no model."""

@@ -1,0 +1,1 @@
+"""HTTP API of the trainer: jobs, events, checkpoints, metrics."""
