@@ -80,3 +80,24 @@ def bind_context(**values: object) -> None:
 def context() -> dict[str, object]:
     """Return what `bind_context` bound in the current task."""
     return dict(structlog.contextvars.get_contextvars())
+
+
+def _quiet_default() -> None:
+    # Unconfigured, structlog prints on stdout, which belongs to the answers of a command. Until a process sets its
+    # logging up, lines go through the standard library: warnings and worse on stderr.
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.format_exc_info,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            structlog.processors.KeyValueRenderer(key_order=["event"]),
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+
+
+if not structlog.is_configured():
+    _quiet_default()
