@@ -22,7 +22,7 @@ log = get_logger("rollwise.redis")
 MAX_BLOCK_SECONDS = 5.0
 SOCKET_SECONDS = 10.0
 # What a lost or restarting server looks like. A timeout leaves open whether the command ran.
-LOST = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError)
+LOST = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, ConnectionError)
 
 
 def connect(url: str, *, blocking: bool = False) -> Redis:
@@ -87,6 +87,8 @@ async def survive(
     while True:
         try:
             return await call()
+        except redis.exceptions.AuthenticationError:
+            raise  # a kind of ConnectionError to the library, and no waiting mends it
         except LOST as error:
             now = time.monotonic()
             if deadline is None:
