@@ -1,1 +1,1 @@
-"""HTTP API of the trainer: jobs, events, checkpoints, metrics."""
+"""HTTP API of training jobs."""
