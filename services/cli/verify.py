@@ -81,11 +81,18 @@ def _run(stream: BinaryIO, workers: int, json_output: bool, out: IO[str], err: I
     pending: queue.Queue[tuple[int, Future[Verdict] | BadRow] | None] = queue.Queue(workers * _WINDOW_PER_WORKER)
     printer = _Printer(pending, json_output, out, err)
     try:
-        pool.start()
         printer.start()
+        started = False
         for number, item in _rows(stream):
-            task = item if isinstance(item, BadRow) else pool.submit(tasks.judge_math(item.gold, item.answer))
-            if not printer.hand(number, task):
+            handed: Future[Verdict] | BadRow
+            if isinstance(item, BadRow):
+                handed = item
+            else:
+                if not started:
+                    pool.start()
+                    started = True
+                handed = pool.submit(tasks.judge_math(item.gold, item.answer))
+            if not printer.hand(number, handed):
                 break  # nobody reads what is printed any more
         printer.finish()
     except KeyboardInterrupt:

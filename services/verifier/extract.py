@@ -173,7 +173,7 @@ def _plain(text: str) -> str | None:
             parts = _EQUALS.split(line)
             # "7 + 5 = 12" is a sum and its result; "x = 12" is an assignment, which the grader reads itself.
             return parts[-1] if len(parts) > 1 and re.search(r"\d", parts[0]) and not _letters(line) else line
-        if words and len(words) <= 3 and not re.search(r"\d", line):
+        if words and len(line.split()) <= 3 and not re.search(r"\d", line):
             return line
     for line in reversed(lines):
         piece = _last_piece(line)

@@ -27,7 +27,10 @@ _SHORT_ORACLE_CHARS = 200
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.S | re.I)
 _HASHES = re.compile(r"^[ \t]*####[ \t]+([^\n]+)$", re.M)
-_ANSWER_LINE = re.compile(r"^[\s*_>#-]{0,8}(?:the[ \t]+)?(?:final[ \t]+)?answer[ \t*_]{0,4}:[ \t*_]{0,4}", re.M | re.I)
+_ANSWER_LINE = re.compile(
+    r"^[\s*_>#-]{0,8}(?:the[ \t]+)?(?:final[ \t]+)?answer[ \t]*(?:\*\*|__)?[ \t]*:[ \t]*(?:\*\*|__(?!_))?[ \t]*",
+    re.M | re.I,
+)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _SYMPY_NAMES = FUNCTIONS | {"pi", "ln", "E", "C", "I", "oo", "Abs", "sign", "erf", "Rational", "Integer"}
 
@@ -114,25 +117,32 @@ def extract(completion: str, *, oracle: object) -> str | None:  # noqa: PLR0911 
     text = text[-TAIL_CHARS:].strip()
     if not text:
         return None
-    if tags := _ANSWER_TAG.findall(text):
-        return trim(tags[-1]) or None
-    if found := boxes(text):
-        return trim(found[-1][2]) or None
-    if hashes := _HASHES.findall(text):
-        return trim(hashes[-1]) or None
     shape = oracle if isinstance(oracle, str) else ""
+    for found in (_ANSWER_TAG.findall(text), [content for _, _, content in boxes(text)], _HASHES.findall(text)):
+        if found:
+            return _tidy(found[-1], shape) or None
     if normalise.plain_number(shape) is not None:
         number = final_answer(text)
         return None if number is None else normalise.without_unit(normalise.clean(number))
     lines = list(_ANSWER_LINE.finditer(text))
     if lines and (payload := text[lines[-1].end() :].strip()):
-        return trim(payload if "\n" in shape or len(shape) > _SHORT_ORACLE_CHARS else payload.split("\n", 1)[0])
+        many = "\n" in shape or len(shape) > _SHORT_ORACLE_CHARS
+        return _tidy(payload if many else payload.split("\n", 1)[0], shape)
     if shape and "\n" not in shape and len(shape) <= _SHORT_ORACLE_CHARS and len(text) > 4 * len(shape) + 40:
         return final_answer(text) or text
-    # Only a full stop that the oracle does not have is dropped; inner form is the scorer's business.
-    return text.strip("*` ") if shape.endswith(".") else text.strip("*` ").removesuffix(".")
+    return _tidy(text, shape)
 
 
+def _tidy(text: str, shape: str) -> str:
+    """Without markdown and maths delimiters around it, and without a full stop that the oracle does not have."""
+    if "\n" in shape:
+        return text.strip("\n `")  # a grid: its own signs may be stars and underscores
+    tidy = trim(text)
+    stop = shape[-1:]
+    return tidy + stop if stop in tuple(".,;:") and text.strip("*` ").endswith(stop) else tidy
+
+
+@lru_cache(maxsize=512)
 def _prepare(task: str, entry_json: str) -> tuple[Scorer, dict[str, Any]] | Verdict:
     found = scorer(task)
     if found is None:
@@ -146,7 +156,24 @@ def _prepare(task: str, entry_json: str) -> tuple[Scorer, dict[str, Any]] | Verd
             f'{verdicts.GOLD_UNPARSABLE}: entry_json must be an object with "answer" and "metadata"'
         )
     entry.setdefault("metadata", {})
+    if isinstance(entry["answer"], str):
+        # JSON knows no tuples; a scorer that compares with one finds its own answer only in this form.
+        tuples = {**entry, "metadata": _tuples(entry["metadata"])}
+        if _full(found, entry) < FULL_SCORE <= _full(found, tuples):
+            return found, tuples
     return found, entry
+
+
+def _full(found: Scorer, entry: dict[str, Any]) -> float:
+    """The score of an entry's own answer; 0 where the scorer fails on it, which judging then reports."""
+    verdict = _scored(found, entry["answer"], entry)
+    return verdict.score
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _tuples(inner) for key, inner in value.items()}
+    return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value
 
 
 def _scored(score: Scorer, answer: str, entry: dict[str, Any]) -> Verdict:

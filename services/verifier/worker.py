@@ -46,13 +46,13 @@ def run(connection: Connection, domains: Sequence[str], limit_seconds: float, me
     connection.send_bytes(b"ready")
     while True:
         try:
-            task = json.loads(connection.recv_bytes())
+            data = connection.recv_bytes()
         except (EOFError, OSError):
             return
         _limit_cpu(limit_seconds)
         exhausted = False
         try:
-            verdict = handle(task)
+            verdict = handle(json.loads(data))
         except MemoryError:
             exhausted = True
             verdict = verdicts.no_verdict(f"{verdicts.FAULT}: the worker's memory limit was reached")
