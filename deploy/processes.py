@@ -91,7 +91,7 @@ def service_specs(ports: Ports, *, redis_url: str, state_dir: Path, threads: int
                 "port": ports.value_prior,
                 "http_port": ports.value_prior_http,
                 "metrics_port": ports.value_prior_metrics,
-                "state_dir": state,
+                "blob_dir": state_dir / "blobs",
             },
             grpc=target["value_prior"],
         ),

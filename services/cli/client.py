@@ -95,12 +95,10 @@ class HttpClient:
 def _one_problem(item: Any) -> str:
     if not isinstance(item, dict):
         return str(item)
-    where = item.get("row", item.get("pointer", item.get("field", item.get("loc", ""))))
-    if isinstance(where, list):
-        where = ".".join(str(part) for part in where)
-    text = item.get("detail") or item.get("message") or item.get("msg") or item.get("reason") or json.dumps(item)
-    label = f"row {where}" if "row" in item else str(where)
-    return f"{label}: {text}" if label else str(text)
+    places = [f"row {item['row']}"] if item.get("row") is not None else []
+    places += [str(item["field"])] if item.get("field") else []
+    text = str(item.get("message") or item.get("detail") or json.dumps(item))
+    return f"{', '.join(places)}: {text}" if places else text
 
 
 class ApiClient(HttpClient):
