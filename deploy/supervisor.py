@@ -7,6 +7,7 @@ children go with it. No process outlives the launcher: the kernel kills leaders 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -29,6 +30,7 @@ _QUICK_DEATHS = 5
 _FIRST_BACKOFF_SECONDS = 0.5
 _LAST_BACKOFF_SECONDS = 8.0
 _TAIL_LINES = 25
+_LINE_LENGTH = 400
 _HERE = Path(__file__).parent
 
 
@@ -42,12 +44,28 @@ class StackFailed(Exception):
 
 
 def tail_of(path: Path, lines: int = _TAIL_LINES) -> str:
-    """The last lines of a log, or a note that there are none."""
+    """The last lines of a log, or a note that there are none; our JSON lines in words."""
     try:
         text = path.read_text(errors="replace").splitlines()[-lines:]
     except OSError:
         return "(no log was written)"
-    return "\n".join(text) or "(the log is empty)"
+    return "\n".join(_in_words(line) for line in text) or "(the log is empty)"
+
+
+def _in_words(line: str) -> str:
+    """`level: event key=value`, with exceptions as type and message; a line that is no JSON stays as it is."""
+    try:
+        entry = json.loads(line)
+        event, level = entry.pop("event"), entry.pop("level", "")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return line[:_LINE_LENGTH]
+    for name in ("timestamp", "service", "logger"):
+        entry.pop(name, None)
+    exceptions = entry.pop("exception", None)
+    words = [f"{level}: {event}", *(f"{name}={value}" for name, value in entry.items())]
+    if isinstance(exceptions, list):
+        words += [f"({each.get('exc_type')}: {each.get('exc_value')})" for each in exceptions]
+    return " ".join(words)[:_LINE_LENGTH]
 
 
 @dataclass

@@ -120,7 +120,7 @@ def prepare_policy(policy: str, state: Path) -> None:
 
 def _train(stack: Stack, spec: dict[str, Any], elapsed: Callable[[], float]) -> dict[str, Any]:
     from services.cli.client import ApiClient
-    from services.cli.report import versions
+    from services.cli.report import from_folder
     from services.cli.stack_view import explained
     from services.cli.watch import failure, follow
     from trainer.report import build_report
@@ -133,8 +133,7 @@ def _train(stack: Stack, spec: dict[str, Any], elapsed: Callable[[], float]) -> 
         record = follow(client, record["id"], check=stack.check)
         if record.get("state") != "succeeded":
             raise failure(record)
-        metrics, trail = client.metrics(record["id"]), client.trail(record["id"])
-    return build_report(job=record, metrics=metrics, trail=trail, seconds=elapsed(), versions=versions())
+    return build_report(**{**from_folder(stack.state_dir / "jobs" / record["id"]), "job": record}, seconds=elapsed())
 
 
 def _show(report: dict[str, Any], out: Path, as_json: bool) -> None:

@@ -30,7 +30,8 @@ def report(
 
     folder = Path(job)
     sources = from_folder(folder) if folder.is_dir() else _from_api(job, api_url)
-    result = build_report(**sources, versions=versions())
+    sources.setdefault("run", {"versions": versions()})
+    result = build_report(**sources)
     data, page = write_report(result, out)
     if as_json:
         print_json(result)
@@ -47,15 +48,16 @@ def from_folder(folder: Path) -> dict[str, Any]:
         raise UsageProblem(f"{folder} holds no metrics.jsonl", "give a job's folder: STATE_DIR/jobs/JOB_ID")
     spec_file = folder / "spec.json"
     try:
-        spec = json.loads(spec_file.read_text()) if spec_file.is_file() else {}
+        run = json.loads(spec_file.read_text()) if spec_file.is_file() else {}
     except ValueError as error:
         raise UsageProblem(f"{spec_file} is not JSON: {error}") from error
+    spec = run.pop("spec", {})
     job = {"id": folder.resolve().name, "name": spec.get("name"), "state": "as on disk", "spec": spec, "progress": {}}
-    return {"job": job, "metrics": list(read_lines(metrics)), "trail": list(read_lines(trail))}
+    return {"job": job, "metrics": list(read_lines(metrics)), "trail": list(read_lines(trail)), "run": run}
 
 
 def versions() -> dict[str, str]:
-    """What this run was made with."""
+    """What is installed here."""
     found = {"python": platform.python_version()}
     for name in _RECORDED:
         try:

@@ -24,11 +24,12 @@ def build_report(
     metrics: Sequence[Line],
     trail: Sequence[Line],
     seconds: float | None = None,
-    versions: dict[str, str] | None = None,
+    run: Line | None = None,
 ) -> Line:
     """Everything the page shows. `job` is the API's record, `metrics` and `trail` the lines of the two files.
 
-    `seconds`: wall time of the whole run; by default from the job's own times.
+    `seconds`: wall time of the whole run; by default from the job's own times. `run`: what the worker wrote of the
+    run's making beside the specification (versions, data fingerprint, machine).
     """
     spec = job.get("spec") or {}
     progress = job.get("progress") or {}
@@ -62,7 +63,7 @@ def build_report(
         "calibration": calibration(trail),
         "samples": pick_samples(trail),
         "spec": spec,
-        "versions": versions or {},
+        "run": run or {},
     }
 
 

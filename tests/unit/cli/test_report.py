@@ -19,7 +19,7 @@ PLOTS = {"accuracy", "rollouts", "histogram", "calibration", "gradient-norm", "e
 
 @pytest.fixture(scope="module")
 def report():
-    return build_report(**run(), versions={"python": "3.11"})
+    return build_report(**run(), run={"versions": {"torch": "2.0"}})
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_a_jobs_folder_gives_the_same_figures_and_skips_a_torn_line(report, tmp_
     for name in ("metrics", "trail"):
         text = "".join(json.dumps(line) + "\n" for line in recorded[name])
         (tmp_path / f"{name}.jsonl").write_text(text + '{"kind": "st')
-    (tmp_path / "spec.json").write_text(json.dumps(recorded["job"]["spec"]))
+    (tmp_path / "spec.json").write_text(json.dumps({"spec": recorded["job"]["spec"], "seed": 3}))
     found = build_report(**from_folder(tmp_path))
     for key in ("accuracy", "groups", "rollouts", "prompts", "calibration", "series", "policy", "seed"):
         assert found[key] == report[key], key
