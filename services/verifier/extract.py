@@ -24,8 +24,9 @@ _LINE = re.compile(
     r"^[\s>*_#-]{0,8}(?:the[ \t]+)?(?:final[ \t]+)?answer[ \t*_]{0,4}:[ \t*_]{0,4}(?P<a>[^\n]+)$", re.M | re.I
 )
 _ANSWER_IS = re.compile(r"\banswer(?:[^\n.:=]{0,60}?)[ \t](?:is|equals)(?:[ \t]*:)?[ \t]+(?P<a>[^\n]+)", re.I)
+# Bounded, because an opening without its end would make the search quadratic.
 _MATH_SPAN = re.compile(
-    r"\$\$(?P<dd>[^$]+)\$\$|\\\[(?P<db>.+?)\\\]|\\\((?P<ip>.+?)\\\)|(?<!\\)\$(?P<id>[^$\n]+)\$", re.S
+    r"\$\$([^$]{1,1000})\$\$|\\\[(.{1,1000}?)\\\]|\\\((.{1,1000}?)\\\)|(?<!\\)\$([^$\n]{1,1000})\$", re.S
 )
 _BOLD = re.compile(r"\*\*(?P<a>[^*\n]+)\*\*")
 _NUMBER = re.compile(
