@@ -15,6 +15,11 @@ from services.cli.client import Event
 from trainer.records import TERMINAL
 
 FIXED_ROLLOUTS = 16
+# Other events worth a line.
+_TOLD = {
+    "checkpoint": "checkpoint after {step} steps",
+    "weights_repushed": "generation came back without the weights; version {policy_version} was sent again",
+}
 _COLOURS = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "running": "cyan"}
 
 
@@ -58,11 +63,11 @@ class JobView:
             if event.kind == "evaluation":
                 self.evaluations.append(data)
                 return f"evaluation after {data.get('step')} steps: accuracy {_percent(data.get('accuracy'))}"
-            text = data.get("message") or data.get("text")
-            if text:
-                self.activity = str(text)
-                return self.activity
-        return None
+            told = _TOLD.get(event.kind)
+            if told is None:
+                return None
+            self.activity = told.format(**{"step": "?", "policy_version": "?", **data})
+            return self.activity
 
     def draw(self) -> RenderableType:
         """The live view."""

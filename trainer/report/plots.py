@@ -43,6 +43,7 @@ def all_plots(report: Line) -> list[Plot]:
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,
+        "axes.axisbelow": True,
         "grid.alpha": 0.2,
         "legend.frameon": False,
         **dict.fromkeys(
@@ -79,6 +80,7 @@ def _rollouts(report: Line) -> Plot:
         axes.plot(steps, values, marker=".", color=_BLUE, label="bought")
         axes.axhline(fixed, color=_ORANGE, linestyle="--", label=f"{fixed} fixed")
         axes.set(xlabel="step", ylabel="rollouts a prompt, mean", ylim=(0, fixed * 1.1))
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(loc="lower right")
 
     return _plot("rollouts", "Rollouts per prompt", "Mean over each step's prompts.", words, draw, empty=not values)
@@ -172,6 +174,7 @@ def _line(
         axes.plot(steps, values, marker=".", color=colour)
         axes.set(xlabel="step", ylabel=label)
         axes.set_ylim(limits if limits else (0, None))
+        axes.xaxis.get_major_locator().set_params(integer=True)
 
     return _plot(name.replace("_", "-"), title, caption, _ends(values), draw, empty=not values)
 
