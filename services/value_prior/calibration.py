@@ -25,7 +25,9 @@ MIN_PAIRS = 48
 BATCH = 64
 # The newest pairs that count.
 MAX_PAIRS = 2048
-FADE = 0.97
+FADE = 0.9
+# Share of a batch's fit that is taken over: less follows slower and wanders less.
+GAIN = 0.25
 # Prior variance of a − 1 and b in one batch's fit; in a batch of 64 groups of 5 rollouts the data outweigh it.
 RIDGE_VARIANCE = 0.25
 SLOPE_RANGE = (0.25, 2.0)
@@ -61,6 +63,7 @@ def fit(predicted: ArrayLike, successes: ArrayLike, trials: ArrayLike) -> Calibr
     slope, shift = 1.0, 0.0
     for batch in np.array_split(np.arange(len(p)), max(1, round(len(p) / BATCH))):
         step_slope, step_shift = _fit_batch(_logit(p[batch]), s[batch] / n[batch], n[batch])
+        step_slope, step_shift = 1 + GAIN * (step_slope - 1), GAIN * step_shift
         slope, shift = FADE * step_slope * slope + (1 - FADE), FADE * (step_slope * shift + step_shift)
         slope, shift = float(np.clip(slope, *SLOPE_RANGE)), float(np.clip(shift, *SHIFT_RANGE))
     return Calibration(slope, shift, len(p))

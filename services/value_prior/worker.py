@@ -7,8 +7,8 @@ counts once. What cannot be read, or breaks the contract, goes to the dead strea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NoReturn, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
@@ -24,6 +24,8 @@ from services.value_prior.model import ValuePrior
 from services.value_prior.records import Outcome
 
 log = get_logger("rollwise.value_prior")
+
+T = TypeVar("T")
 
 BATCH = 256
 BLOCK_SECONDS = 1.0
@@ -63,14 +65,9 @@ class OutcomeWorker:
     async def run(self) -> NoReturn:
         """Reads for ever. While Redis is away it waits and tries again."""
         while True:
-            try:
-                deliveries = await self._consumer.read(count=BATCH, block_seconds=BLOCK_SECONDS)
-                if deliveries:
-                    await self._handle(deliveries)
-            except Unavailable as error:
-                # Nothing is lost: what was not settled is delivered again.
-                log.warning("outcomes wait for Redis", error=str(error))
-                await asyncio.sleep(RETRY_SECONDS)
+            deliveries = await _patiently(lambda: self._consumer.read(count=BATCH, block_seconds=BLOCK_SECONDS))
+            if deliveries:
+                await self._handle(deliveries)
 
     async def caught_up(self) -> None:
         """Returns once every outcome published before the call is learnt, or after `catch_up_seconds`."""
@@ -109,7 +106,7 @@ class OutcomeWorker:
         if not pairs:
             return
         try:
-            await self._model.observe([outcome for _, outcome in pairs])
+            await _patiently(lambda: self._model.observe([outcome for _, outcome in pairs]))
         except InvalidArgument as error:
             if len(pairs) == 1:
                 await self._bury(pairs[0][0], str(error))
@@ -118,11 +115,21 @@ class OutcomeWorker:
             for pair in pairs:
                 await self._observe([pair])
             return
-        await self._consumer.settle(*(delivery for delivery, _ in pairs))
+        await _patiently(lambda: self._consumer.settle(*(delivery for delivery, _ in pairs)))
 
     async def _bury(self, delivery: Delivery, reason: str) -> None:
         log.error("outcome buried", entry_id=delivery.entry_id, reason=reason)
-        await self._consumer.bury(delivery, reason)
+        await _patiently(lambda: self._consumer.bury(delivery, reason))
+
+
+async def _patiently(call: Callable[[], Awaitable[T]]) -> T:
+    """Makes a call again until Redis is there; what was handed out stays ours meanwhile."""
+    while True:
+        try:
+            return await call()
+        except Unavailable as error:
+            log.warning("outcomes wait for Redis", error=str(error))
+            await asyncio.sleep(RETRY_SECONDS)
 
 
 def _entry_number(entry_id: str) -> tuple[int, int]:
