@@ -140,6 +140,7 @@ def service_specs(ports: Ports, *, redis_url: str, state_dir: Path, threads: int
                 "generation_target": target["generation"],
                 "verifier_target": target["verifier"],
                 "value_prior_target": target["value_prior"],
+                "allocator_target": target["allocator"],
             },
         ),
     ]
