@@ -185,14 +185,14 @@ async def test_an_expired_lease_moves_the_entry_and_a_renewed_one_does_not(
     redis_clients: Clients, blobs: FolderBlobStore, publisher: Publisher
 ) -> None:
     lost: list[str] = []
-    one = consumer(redis_clients, blobs, "one", lease_seconds=0.4, on_lost=lost.append)
-    two = consumer(redis_clients, blobs, "two", lease_seconds=0.4)
+    one = consumer(redis_clients, blobs, "one", lease_seconds=0.8, on_lost=lost.append)
+    two = consumer(redis_clients, blobs, "two", lease_seconds=0.8)
     await publisher.publish("id", [Target(A, b"x")])
     [held] = await one.read(count=1, block_seconds=0)
     leases = asyncio.create_task(one.run_leases())
-    assert await two.read(count=1, block_seconds=1.0) == []
+    assert await two.read(count=1, block_seconds=1.6) == []
     leases.cancel()
-    [taken] = await two.read(count=1, block_seconds=2.0)
+    [taken] = await two.read(count=1, block_seconds=5.0)
     # Renewals are no deliveries: this is the second one.
     assert (taken.entry_id, taken.deliveries) == (held.entry_id, 2)
     # The first one's late renewal neither takes the entry back nor goes unnoticed.
@@ -204,6 +204,18 @@ async def test_an_expired_lease_moves_the_entry_and_a_renewed_one_does_not(
     await two.settle(taken)
     await one.settle(held)
     assert await two.depth() == Depth(0, 0, 0)
+
+
+async def test_what_a_consumer_holds_is_not_handed_to_it_again_when_its_renewal_is_late(
+    redis_clients: Clients, blobs: FolderBlobStore, publisher: Publisher
+) -> None:
+    one = consumer(redis_clients, blobs, lease_seconds=0.1)
+    await publisher.publish("id", [Target(A, b"x")])
+    [held] = await one.read(count=1, block_seconds=0)
+    await asyncio.sleep(0.15)
+    assert await one.read(count=1, block_seconds=0) == []
+    await one.renew()
+    assert one.owns(held)
 
 
 async def test_a_restarted_consumer_gets_its_own_entries_first(

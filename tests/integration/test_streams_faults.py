@@ -90,13 +90,14 @@ async def test_a_server_that_stays_away_is_named_after_a_settable_time(
 
 
 class LosesReplies(Redis):
-    """Runs a script and then reports a lost connection, as when the reply never came."""
+    """Runs a command and then reports a lost connection, as when the reply never came."""
 
     losses = 0
+    commands = ("EVAL", "EVALSHA", "XREADGROUP", "XAUTOCLAIM")
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
         answer = await super().execute_command(*args, **options)
-        if args[0] in ("EVAL", "EVALSHA") and type(self).losses > 0:
+        if args[0] in self.commands and type(self).losses > 0:
             type(self).losses -= 1
             raise sync_redis.exceptions.ConnectionError("the reply was lost")
         return answer
@@ -114,6 +115,24 @@ async def test_a_lost_reply_makes_no_second_entry_and_keeps_the_blob(redis_url: 
     assert (delivery.entry_id, len(delivery.payload)) == (published.entry_ids[0], 2_000_000)
     for each in (lossy, client, blocking):
         await each.aclose()
+
+
+async def test_a_lost_reply_to_a_read_hides_no_entry(redis_url: str, blobs: FolderBlobStore) -> None:
+    lossy = LosesReplies.from_url(redis_url, protocol=2)
+    LosesReplies.losses = 0
+    await Publisher(lossy, blobs).publish("id", [Target(A, b"x")])
+    consumer = StreamConsumer(lossy, lossy, blobs, stream=A, group="g", consumer="c")
+    await consumer.ensure_group()
+    await consumer.read(count=1, block_seconds=0)  # nothing of its own is left to look for
+    assert len(consumer.held) == 1
+    await Publisher(lossy, blobs).publish("next", [Target(A, b"y")])
+    LosesReplies.commands, LosesReplies.losses = ("XREADGROUP",), 1
+    try:
+        [found] = await consumer.read(count=5, block_seconds=0.5)
+    finally:
+        LosesReplies.commands = ("EVAL", "EVALSHA", "XREADGROUP", "XAUTOCLAIM")
+    assert (found.key, found.deliveries) == ("next", 2)
+    await lossy.aclose()
 
 
 def test_the_embedded_server_keeps_its_data_and_guards_its_folder(tmp_path: Path) -> None:
