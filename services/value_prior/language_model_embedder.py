@@ -39,13 +39,14 @@ class LanguageModelEmbedder:
         batch_tokens: int = 4096,
         threads: int = 1,
     ) -> None:
-        import torch
-        from transformers import AutoModel, AutoTokenizer
-
         if not (folder / "config.json").is_file():
             raise InvalidArgument(
                 f"embedder: {folder} holds no config.json; give 'hashing', 'smollm2', 'policy' or a model folder"
             )
+        # After the check: these take seconds.
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
         torch.set_num_threads(threads)
         self._torch = torch
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -55,6 +56,9 @@ class LanguageModelEmbedder:
         self._layer = round(depth * 2 / 3) if layer is None else layer
         if not 0 <= self._layer < depth:
             raise InvalidArgument(f"embedder_layer is {layer}, the model has blocks 0 to {depth - 1}")
+        if hasattr(model, "layers"):
+            # Later blocks are not needed. One of them stays, because the last output has the final norm applied.
+            model.layers = model.layers[: self._layer + 2]
         self._max_tokens = max_tokens
         self._batch_tokens = batch_tokens
         config = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=4).hexdigest()

@@ -113,5 +113,5 @@ def test_reliability_bins_hold_every_group_once():
 
 @pytest.mark.parametrize("bad", [([1.2], [1], [2]), ([0.5], [3], [2]), ([0.5], [0], [0]), ([float("nan")], [0], [1])])
 def test_impossible_pairs_are_an_error(bad):
-    with pytest.raises(ValueError, match="need 0 <= predicted|finite"):
+    with pytest.raises(ValueError, match=r"need 0 <= predicted|finite"):
         calibration.fit(*bad)
