@@ -1,6 +1,7 @@
 """Payloads too large for Redis, kept elsewhere; an entry carries pointer and hash, and the blob goes with its entry."""
 
 import asyncio
+import errno
 import hashlib
 import os
 import re
@@ -10,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
-from services.common.errors import InvalidArgument, NotFound
+from services.common.errors import InvalidArgument, NotFound, ResourceExhausted
 
 # Larger payloads leave Redis. One entry of 1 MiB is cheap; a step of long rollouts is over a gigabyte.
 BLOB_THRESHOLD_BYTES = 1024 * 1024
@@ -27,7 +28,11 @@ class BlobStore(Protocol):
     """Where payloads go; shared by everyone who reads or writes the streams."""
 
     async def put(self, payload: bytes) -> str:
-        """Store a payload durably and return its pointer, new for each call."""
+        """Store a payload durably and return its pointer, new for each call.
+
+        Raises:
+            ResourceExhausted: there is no room (reason DISK_FULL).
+        """
 
     async def get(self, pointer: str, sha256: str) -> bytes:
         """Return a payload.
@@ -51,7 +56,14 @@ class FolderBlobStore:
     async def put(self, payload: bytes) -> str:
         """Store a payload durably and return its pointer."""
         pointer = uuid.uuid4().hex
-        await asyncio.to_thread(self._write, pointer, payload)
+        try:
+            await asyncio.to_thread(self._write, pointer, payload)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ResourceExhausted(
+                f"no room in {self.path} for {len(payload)} bytes: {error.strerror}; free some", reason="DISK_FULL"
+            ) from error
         return pointer
 
     async def get(self, pointer: str, sha256: str) -> bytes:

@@ -122,8 +122,13 @@ class StreamConsumer:
         self._held.difference_update(ids)
         metrics.STREAM_SETTLED.labels(self._label).inc(deleted)
         for delivery in deliveries:
-            if delivery.blob is not None:
+            if delivery.blob is None:
+                continue
+            try:
                 await self._blobs.delete(delivery.blob)
+            except OSError as error:
+                # The entry is settled whatever becomes of its blob, which a sweep finds later.
+                log.warning("blob not deleted", blob=delivery.blob, error=str(error))
 
     async def bury(self, delivery: Delivery, reason: str) -> None:
         """Move an entry to `<stream>:dead` with the reason and its original fields; its blob stays with it."""

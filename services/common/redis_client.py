@@ -89,7 +89,9 @@ async def survive(
             return await call()
         except redis.exceptions.AuthenticationError:
             raise  # a kind of ConnectionError to the library, and no waiting mends it
-        except LOST as error:
+        except (*LOST, redis.exceptions.ResponseError) as error:
+            if isinstance(error, redis.exceptions.ResponseError) and not _passes(error):
+                raise
             now = time.monotonic()
             if deadline is None:
                 deadline = now + seconds
@@ -106,6 +108,14 @@ async def survive(
             log.warning("redis does not answer, trying again", url=url_of(client), error=str(error))
             await asyncio.sleep(min(delay * random.uniform(0.5, 1.0), max(deadline - now, 0.0)))
             delay = min(delay * 2, 1.0)
+
+
+def _passes(error: redis.exceptions.ResponseError) -> bool:
+    """Say whether a server that answers with this error may do better soon.
+
+    It takes no writes while its disk is full (MISCONF), nor while another one is the primary (READONLY).
+    """
+    return isinstance(error, redis.exceptions.ReadOnlyError) or str(error).startswith("MISCONF")
 
 
 async def execute(client: "Redis", *arguments: str | bytes | int | float) -> Any:

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from services.common.blobs import FolderBlobStore
 from services.common.embedded import EmbeddedRedis
-from services.common.errors import ConfigurationError, FailedPrecondition, Unavailable
+from services.common.errors import ConfigurationError, FailedPrecondition, ResourceExhausted, Unavailable
 from services.common.redis_client import check_server, connect
 from services.common.streams import Depth, Publisher, StreamConsumer, Target
 
@@ -133,6 +133,30 @@ async def test_a_lost_reply_to_a_read_hides_no_entry(redis_url: str, blobs: Fold
         LosesReplies.commands = ("EVAL", "EVALSHA", "XREADGROUP", "XAUTOCLAIM")
     assert (found.key, found.deliveries) == ("next", 2)
     await lossy.aclose()
+
+
+async def test_a_full_redis_is_said_to_be_full_and_keeps_nothing(redis_server: Any, blobs: FolderBlobStore) -> None:
+    client = connect(redis_server.url)
+    publisher = Publisher(client, blobs)
+    await client.config_set("maxmemory", 1)
+    with pytest.raises(ResourceExhausted, match=f"{redis_server.port}.*maxmemory") as full:
+        await publisher.publish("id", [Target(A, b"x" * 2_000_000), Target("rollwise:test-b", b"y")])
+    assert full.value.reason == "REDIS_FULL"
+    assert list(blobs.path.iterdir()) == []
+    await client.config_set("maxmemory", 0)
+    assert not (await publisher.publish("id", [Target(A, b"x")])).duplicate
+    await client.aclose()
+
+
+async def test_a_full_disk_is_said_to_be_full(blobs: FolderBlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(ResourceExhausted, match="No space left") as caught:
+        await blobs.put(b"x")
+    assert caught.value.reason == "DISK_FULL"
+    assert list(blobs.path.iterdir()) == []
 
 
 def test_the_embedded_server_keeps_its_data_and_guards_its_folder(tmp_path: Path) -> None:
