@@ -56,9 +56,12 @@ class LanguageModelEmbedder:
         self._layer = round(depth * 2 / 3) if layer is None else layer
         if not 0 <= self._layer < depth:
             raise InvalidArgument(f"embedder_layer is {layer}, the model has blocks 0 to {depth - 1}")
-        if hasattr(model, "layers"):
-            # Later blocks are not needed. One of them stays, because the last output has the final norm applied.
-            model.layers = model.layers[: self._layer + 2]
+        if hasattr(model, "layers") and hasattr(model, "norm"):
+            # Later blocks are not needed, and the final norm would hide the chosen block's own output.
+            model.layers = model.layers[: self._layer + 1]
+            model.norm = torch.nn.Identity()
+        elif self._layer == depth - 1:
+            raise InvalidArgument(f"embedder_layer {self._layer} is the last block, which this architecture norms")
         self._max_tokens = max_tokens
         self._batch_tokens = batch_tokens
         config = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=4).hexdigest()
