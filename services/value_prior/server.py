@@ -78,7 +78,12 @@ async def running(settings: ValuePriorSettings, background: Background) -> Async
     listener: socket.socket | None = None
     try:
         await check_server(client)
-        store = RedisContextStore(client, capacity=settings.context_capacity, ttl_seconds=settings.context_ttl_seconds)
+        store = RedisContextStore(
+            client,
+            capacity=settings.context_capacity,
+            ttl_seconds=settings.context_ttl_seconds,
+            patience_seconds=settings.redis_patience_seconds,
+        )
         await store.open()
         model = ValuePrior(
             store,

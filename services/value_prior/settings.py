@@ -40,6 +40,9 @@ class ValuePriorSettings(ServiceSettings):
     catch_up_seconds: float = Field(
         5.0, ge=0, description="How long a Score with before_version waits for outcomes published before it."
     )
+    redis_patience_seconds: float = Field(
+        5.0, ge=0, description="How long a call waits for a Redis that does not answer before it fails as UNAVAILABLE."
+    )
     consume: bool = Field(True, description="Learn from the outcomes stream (besides Observe).")
     consumer: str = Field("value-prior-0", min_length=1, description="Name in the stream's group; keep it stable.")
     blob_dir: str | None = Field(None, description="Folder of payloads that were too large for the stream.")

@@ -11,7 +11,7 @@ from rollwise.v1 import common_pb2, value_prior_pb2, value_prior_pb2_grpc
 
 from services.common import keys
 from services.common.blobs import FolderBlobStore
-from services.common.errors import FailedPrecondition, InvalidArgument, Unauthenticated
+from services.common.errors import FailedPrecondition, InvalidArgument, Unauthenticated, Unavailable
 from services.common.grpc_client import connect as connect_grpc
 from services.common.lifecycle import Background
 from services.common.redis_client import connect
@@ -276,6 +276,22 @@ async def test_a_bad_row_refuses_its_call_as_a_whole(redis_url, tmp_path):
         with pytest.raises(InvalidArgument, match=r"outcomes\[1\].successes is nan"):
             await observe(stub, outcome(1), outcome(2, won=float("nan")))
         assert (await snapshot(stub)).outcomes == 0
+
+
+async def test_without_redis_nothing_is_acknowledged_and_what_is_known_still_answers(redis_server, tmp_path):
+    async with value_prior(redis_server.url, tmp_path, redis_patience_seconds=0.3) as (service, stub):
+        assert await observe(stub, *(outcome(i, won=0.0) for i in range(20))) == (20, 0, 0)
+        redis_server.kill()
+        with pytest.raises(Unavailable, match="does not answer"):
+            await observe(stub, outcome(20, won=0.0))
+        assert (await score(stub, "1 + 2 ="))[0].context_size == 20
+        async with http(service) as client, asyncio.timeout(15):
+            while (await client.get("/healthz")).status_code != 503:  # noqa: ASYNC110 - polled, as a load balancer does
+                await asyncio.sleep(0.05)
+        redis_server.restart()
+        # Sent again, as a client does: counted once, whether or not the first try had arrived.
+        assert await observe(stub, *(outcome(i, won=0.0) for i in range(21))) == (1, 20, 0)
+        assert (await snapshot(stub)).outcomes == 21
 
 
 async def test_every_key_but_the_owners_has_a_time_to_live(redis_url, tmp_path):
