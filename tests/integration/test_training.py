@@ -1,0 +1,410 @@
+"""Whole training runs: every service for real, in one event loop; the policy is a small model made here."""
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import pytest_asyncio
+import torch
+from rollwise.v1 import generation_pb2, generation_pb2_grpc
+
+from services.allocator import server as allocator
+from services.allocator.settings import AllocatorSettings
+from services.common import keys
+from services.common.embedded import EmbeddedRedis
+from services.common.grpc_client import connect as grpc_connect
+from services.common.grpc_server import GrpcServer
+from services.common.redis_client import connect
+from services.generation import server as generation
+from services.generation.settings import GenerationSettings
+from services.value_prior import server as value_prior
+from services.value_prior.settings import ValuePriorSettings
+from services.verifier import server as verifier
+from services.verifier.settings import VerifierSettings
+from trainer.api.server import ApiServer
+from trainer.clients import Services
+from trainer.config import JobSpec
+from trainer.jobs import JobStore
+from trainer.policies.tiny import Recipe, make_tiny
+from trainer.recorder import read_lines
+from trainer.run_state import admissions_of
+from trainer.settings import ApiSettings, WorkerSettings
+from trainer.streams import Streams
+from trainer.weights import WeightFolders
+from trainer.worker import Worker
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LIMIT_SECONDS = 60
+
+
+class Running:
+    """A service in this process, by its own `serve`; `stop` ends it, `start` starts it again on the same port."""
+
+    def __init__(self, serve, settings):
+        self.serve, self.settings, self.port = serve, settings, 0
+
+    async def start(self):
+        self.told = asyncio.Event()
+        settings = self.settings.model_copy(update={"port": self.port})
+        settings.ready_file.unlink(missing_ok=True)
+        self.task = asyncio.create_task(self.serve(settings))
+        TOLD[self.task] = self.told
+        while not settings.ready_file.exists():
+            if self.task.done():
+                await self.task
+            await asyncio.sleep(0.02)
+        self.port = json.loads(settings.ready_file.read_text())["port"]
+        return f"127.0.0.1:{self.port}"
+
+    async def stop(self):
+        self.told.set()
+        await asyncio.wait_for(self.task, 20)
+
+
+TOLD: dict[asyncio.Task, asyncio.Event] = {}
+
+
+async def run_until_told(server):
+    """GrpcServer.run_until_signal for several servers in one process: an event in place of the signal."""
+    if server._server is None:
+        await server.start()
+    await TOLD[asyncio.current_task()].wait()
+    await server.stop(0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory):
+    torch.set_num_threads(1)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(GrpcServer, "run_until_signal", run_until_told)
+    root = tmp_path_factory.mktemp("stack")
+    policy = root / "policy"
+    await asyncio.to_thread(make_tiny, policy, Recipe(steps=60, batch=64, hidden=64, layers=2, intermediate=128))
+    redis = EmbeddedRedis().start(root / "redis")
+    common = {"redis_url": redis.url, "metrics_port": None, "port": 0}
+    made = {}
+
+    async def up(name, serve, settings):
+        made[name] = Running(serve, settings)
+        return await made[name].start()
+
+    targets = {
+        "generation_target": await up(
+            "generation",
+            generation.serve,
+            GenerationSettings(**common, state_dir=root, threads=1, ready_file=root / "generation.json"),
+        ),
+        "value_prior_target": await up(
+            "value_prior",
+            value_prior.serve,
+            ValuePriorSettings(**common, http_port=None, blob_dir=str(root / "blobs"), ready_file=root / "prior.json"),
+        ),
+        "verifier_target": await up(
+            "verifier", verifier.serve, VerifierSettings(**common, workers=1, ready_file=root / "verifier.json")
+        ),
+    }
+    targets["allocator_target"] = await up(
+        "allocator",
+        allocator.serve,
+        AllocatorSettings(**common, **targets, state_dir=root, ready_file=root / "allocator.json"),
+    )
+    # Worker settings come from keywords only: whatever the developer has set is of no use here.
+    yield SimpleNamespace(root=root, policy=policy, redis=redis, targets=targets, services=made)
+    for running in reversed(made.values()):
+        await running.stop()
+    redis.stop()
+    patch.undo()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def bench(stack):
+    """Store, Redis client, API and helpers; no worker."""
+    client = connect(stack.redis.url)
+    common = {"redis_url": stack.redis.url, "state_dir": stack.root, **stack.targets}
+    api = ApiServer(ApiSettings(port=0, **common))
+    port = await api.start()
+    streams = Streams(api.settings, consumer="test", lease_seconds=30, patience_seconds=5)
+    store = JobStore(streams.client, streams.publisher)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        yield SimpleNamespace(
+            client=client, http=http, store=store, stack=stack, common=common, folder=lambda j: stack.root / "jobs" / j
+        )
+    await api.stop()
+    await streams.close()
+    await client.aclose()
+
+
+@contextlib.asynccontextmanager
+async def working(bench, name="worker-1", **changes):
+    """A worker in this process."""
+    settings = WorkerSettings(
+        **bench.common, metrics_port=None, consumer=name, torch_threads=1, watch_seconds=0.5, **changes
+    )
+    streams = Streams(settings, consumer=name, lease_seconds=settings.lease_seconds, patience_seconds=10)
+    services = Services(settings)
+    worker = Worker(settings, streams, services)
+    task = asyncio.create_task(worker.work())
+    try:
+        yield worker
+    finally:
+        worker.stop()
+        await asyncio.wait_for(task, LIMIT_SECONDS)
+        await services.close()
+        await streams.close()
+
+
+def write_rows(path, count, seed, start=0):
+    rng = random.Random(seed)
+    rows = []
+    for i in range(count):
+        a, b = rng.randint(0, 9), rng.randint(0, 9)
+        rows.append({"id": f"q{start + i}", "prompt": f"Calculate {a} + {b}. ({start + i})", "answer": str(a + b)})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def specification(bench, tmp_path, **changes):
+    return {
+        "policy": str(bench.stack.policy),
+        "data": {"path": write_rows(tmp_path / "train.jsonl", 10, 1)},
+        "algorithm": {"budget": {"k_min": 2, "k_max": 4}},
+        "optimizer": {"learning_rate": 1e-4},
+        "sampling": {"max_tokens": 5},
+        "steps": 2,
+        "prompts_per_step": 4,
+        "checkpoint_every": 2,
+        "group_deadline_seconds": 60,
+        "stall_timeout_seconds": 60,
+        **changes,
+    }
+
+
+async def submit(bench, spec):
+    answer = await bench.http.post("/v1/jobs", json=spec)
+    assert answer.status_code == 201, answer.text
+    return answer.json()["id"]
+
+
+async def until(bench, job_id, condition, seconds=LIMIT_SECONDS):
+    async with asyncio.timeout(seconds):
+        while True:
+            record = await bench.store.get(job_id)
+            if condition(record):
+                return record
+            assert not record.state.terminal or condition(record), record
+            await asyncio.sleep(0.05)
+
+
+async def ended(bench, job_id, seconds=LIMIT_SECONDS):
+    return await until(bench, job_id, lambda record: record.state.terminal, seconds)
+
+
+def trained_ids(bench, job_id):
+    lines = read_lines(bench.folder(job_id) / "trail.jsonl")
+    return Counter((line["key"]["step"], line["key"]["prompt_id"]) for line in lines if line["state"] == "trained")
+
+
+def wanted_ids(spec, prompts=10):
+    job = JobSpec.model_validate(spec)
+    order = [f"q{i}" for i in range(prompts)]
+    return Counter((a.step, a.prompt_id) for step in range(job.steps) for a in admissions_of(step, job, order))
+
+
+def assert_books(progress, spec):
+    assert progress.submitted == progress.trained + progress.filtered + progress.dropped + progress.in_flight
+    assert (progress.submitted, progress.in_flight) == (spec["steps"] * spec["prompts_per_step"], 0)
+
+
+async def test_a_job_trains_evaluates_and_leaves_its_records(bench, tmp_path):
+    held_out = {"path": write_rows(tmp_path / "held_out.jsonl", 4, 2, start=100)}
+    spec = specification(bench, tmp_path, evaluation={"data": held_out, "every": 1})
+    async with working(bench):
+        job_id = await submit(bench, spec)
+        record = await ended(bench, job_id)
+    assert record.state == "succeeded", record.error
+    assert_books(record.progress, spec)
+    assert trained_ids(bench, job_id) == wanted_ids(spec)
+
+    series = (await bench.http.get(f"/v1/jobs/{job_id}/metrics")).json()["data"]
+    assert [(line["kind"], line["step"]) for line in series] == [
+        ("evaluation", 0),
+        ("step", 0),
+        ("evaluation", 1),
+        ("step", 1),
+        ("evaluation", 2),
+    ]
+    for line in series:
+        if line["kind"] == "step":
+            assert line["engine_log_ratio_mean"] < 1e-3, "the trainer's log-probs are not the engine's"
+            assert 2 <= line["rollouts_per_prompt"] <= 4
+            assert line["gradient_norm"] >= 0 and line["prior_brier"] is not None
+            assert line["submitted"] == line["trained"] + line["filtered"] + line["dropped"] + line["in_flight"]
+    assert [c["step"] for c in (await bench.http.get(f"/v1/jobs/{job_id}/checkpoints")).json()["data"]] == [2]
+    trail = [json.loads(line) for line in (await bench.http.get(f"/v1/jobs/{job_id}/trail")).text.splitlines()]
+    assert len(trail) == 8 and all(line["trail"] and line["prior"] and line["samples"] for line in trail)
+    events = (await bench.http.get(f"/v1/jobs/{job_id}/events", params={"format": "json"})).json()["data"]
+    kinds = Counter(event["type"] for event in events)
+    assert (kinds["step"], kinds["evaluation"], kinds["checkpoint"]) == (2, 3, 1)
+    # Nothing is left behind but the newest weights.
+    assert WeightFolders(bench.folder(job_id) / "weights").versions() == [2]
+    assert await bench.client.xlen(keys.prompts()) == 0 and await bench.client.xlen(keys.jobs()) == 0
+    assert not await bench.client.exists(keys.groups(job_id), keys.evals(job_id), keys.heartbeat(job_id))
+
+
+async def test_a_checkpoint_interval_longer_than_the_window_neither_stalls_nor_fills_redis(bench, tmp_path):
+    spec = specification(
+        bench, tmp_path, steps=6, max_staleness=1, checkpoint_every=1000, preset="grpo",
+        algorithm={"budget": {"rollouts": 2}},
+    )  # fmt: skip
+    longest = 0
+    async with working(bench):
+        job_id = await submit(bench, spec)
+        while not (await bench.store.get(job_id)).state.terminal:
+            longest = max(longest, await bench.client.xlen(keys.groups(job_id)))
+            await asyncio.sleep(0.02)
+        record = await ended(bench, job_id)
+    assert record.state == "succeeded", record.error
+    assert_books(record.progress, spec)
+    assert trained_ids(bench, job_id) == wanted_ids(spec)
+    assert 0 < longest <= 2 * spec["prompts_per_step"]
+    steps = [line for line in read_lines(bench.folder(job_id) / "metrics.jsonl") if line["kind"] == "step"]
+    assert max(line["staleness_max"] for line in steps) <= 1
+    assert record.progress.dropped == 0
+
+
+async def test_a_worker_told_to_stop_hands_the_job_back_and_another_goes_on(bench, tmp_path):
+    spec = specification(bench, tmp_path, steps=4, checkpoint_every=0)
+    async with working(bench):
+        job_id = await submit(bench, spec)
+        await until(bench, job_id, lambda record: record.progress.step >= 1)
+    handed_back = await bench.store.get(job_id)
+    assert (handed_back.state, handed_back.run) == ("queued", 2)
+    async with working(bench, "worker-2"):
+        record = await ended(bench, job_id)
+    assert record.state == "succeeded" and record.progress.lineage == 2, record.error
+    assert_books(record.progress, spec)
+    assert trained_ids(bench, job_id) == wanted_ids(spec)
+
+
+async def test_a_cancelled_job_ends_within_seconds_and_can_be_resumed(bench, tmp_path):
+    spec = specification(bench, tmp_path, steps=50, checkpoint_every=1)
+    async with working(bench):
+        job_id = await submit(bench, spec)
+        await until(bench, job_id, lambda record: record.progress.step >= 1)
+        asked = time.monotonic()
+        await bench.http.post(f"/v1/jobs/{job_id}/cancel")
+        record = await ended(bench, job_id)
+        assert record.state == "cancelled" and time.monotonic() - asked < 5
+        before = record.progress
+        assert (await bench.http.post(f"/v1/jobs/{job_id}/resume")).json()["state"] == "queued"
+        record = await until(bench, job_id, lambda r: r.progress.step > before.step and r.progress.lineage > 1)
+        assert record.progress.lineage > before.lineage
+        await bench.http.post(f"/v1/jobs/{job_id}/cancel")
+        await ended(bench, job_id)
+    ids = trained_ids(bench, job_id)
+    assert max(ids.values()) == 1
+
+
+async def test_steps_without_a_trainable_group_end_the_job_with_the_causes(bench, tmp_path):
+    spec = specification(bench, tmp_path, steps=9, group_deadline_seconds=0.001)
+    async with working(bench, empty_steps=2):
+        job_id = await submit(bench, spec)
+        record = await ended(bench, job_id)
+    assert record.state == "failed" and record.error.code == "nothing_to_train"
+    assert "deadline" in record.error.message
+    assert (record.progress.filtered, record.progress.policy_version) == (8, 0)
+
+
+async def test_a_generation_server_with_other_weights_gets_the_right_ones_again(bench, tmp_path):
+    spec = specification(bench, tmp_path, steps=6)
+    async with working(bench), grpc_connect(bench.stack.targets["generation_target"]) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        job_id = await submit(bench, spec)
+        await until(bench, job_id, lambda record: record.progress.step >= 1)
+        other = generation_pb2.UpdateWeightsRequest(
+            policy_version=7,
+            path=str(bench.stack.policy),
+            mode=generation_pb2.UPDATE_MODE_ABORT,
+            policy_id="somebody-else",
+            allow_rollback=True,
+        )
+        await stub.UpdateWeights(other, timeout=20)
+        record = await ended(bench, job_id)
+    assert record.state == "succeeded", record.error
+    assert_books(record.progress, spec)
+
+
+async def test_without_an_allocator_the_job_ends_and_names_it(bench, tmp_path):
+    running = bench.stack.services["allocator"]
+    await running.stop()
+    try:
+        spec = specification(bench, tmp_path, stall_timeout_seconds=2)
+        async with working(bench):
+            job_id = await submit(bench, spec)
+            record = await ended(bench, job_id)
+        assert record.state == "failed"
+        assert (record.error.code, record.error.service) == ("stalled", "allocator")
+        assert "out of reach" in record.error.message and "step 0 of 2" in record.error.message
+    finally:
+        await running.start()
+    # With the allocator back, the same job goes on.
+    async with working(bench):
+        await bench.http.post(f"/v1/jobs/{job_id}/resume")
+        record = await ended(bench, job_id)
+    assert record.state == "succeeded", record.error
+    assert_books(record.progress, spec)
+    assert trained_ids(bench, job_id) == wanted_ids(spec)
+
+
+async def test_two_deterministic_jobs_with_one_seed_take_the_same_steps(bench, tmp_path):
+    spec = specification(bench, tmp_path, steps=2, deterministic=True, seed=5)
+    seen = []
+    async with working(bench):
+        for _ in range(2):
+            job_id = await submit(bench, spec)
+            record = await ended(bench, job_id)
+            assert record.state == "succeeded", record.error
+            lines = [line for line in read_lines(bench.folder(job_id) / "metrics.jsonl") if line["kind"] == "step"]
+            names = ("reward_mean", "rollouts", "loss", "gradient_norm", "entropy", "prior_brier")
+            seen.append([[line[name] for name in names] for line in lines])
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.slow
+async def test_a_killed_worker_resumes_and_trains_every_prompt_once(bench, tmp_path):
+    spec = specification(bench, tmp_path, steps=6, checkpoint_every=2)
+    settings = {**bench.common, "consumer": "killed", "lease_seconds": 3, "torch_threads": 1, "metrics_port": "none"}
+    flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+    def start():
+        log = (tmp_path / "worker.log").open("a")
+        return subprocess.Popen([sys.executable, "-m", "trainer.worker", *flags], stderr=log)
+
+    worker = start()
+    try:
+        job_id = await submit(bench, spec)
+        await until(bench, job_id, lambda record: record.progress.step >= 3, 120)
+        worker.send_signal(signal.SIGKILL)
+        worker.wait()
+        killed = await bench.store.get(job_id)
+        assert killed.state == "running"
+        worker = start()
+        record = await ended(bench, job_id, 120)
+    finally:
+        worker.terminate()
+        worker.wait(30)
+    assert record.state == "succeeded", record.error
+    assert record.progress.lineage == 2
+    assert_books(record.progress, spec)
+    assert trained_ids(bench, job_id) == wanted_ids(spec)
+    assert worker.returncode == 0
