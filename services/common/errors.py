@@ -168,4 +168,7 @@ def from_status(
             if detail.Is(info.DESCRIPTOR) and detail.Unpack(info):
                 return _rebuild(cls, details or cls.default_reason, info.reason, dict(info.metadata))
     message = details or code.name
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
+        # gRPC's own answer to an oversized message looks like "busy"; sending it again would never help.
+        return InvalidArgument(f"{where}: {message}; send less in one call", reason="MESSAGE_TOO_LARGE")
     return cls(f"{where}: {message}" if where else message, reason=None if cls.code is code else code.name)

@@ -291,6 +291,19 @@ async def test_a_message_far_above_the_grpc_default_passes() -> None:
         await stub.Verify(asking("x" * 20_000_000), timeout=20)
 
 
+async def test_a_message_over_the_limit_is_no_busy_server() -> None:
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", 1000)])
+    rpc.add_VerifierServiceServicer_to_server(Servicer(fine), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with connect(f"127.0.0.1:{port}") as channel:
+        stub: Any = rpc.VerifierServiceStub(channel)
+        with pytest.raises(InvalidArgument, match="send less") as caught:
+            await stub.Verify(asking("x" * 2000), timeout=5)
+    await server.stop(0)
+    assert caught.value.reason == "MESSAGE_TOO_LARGE"
+
+
 async def test_a_port_in_use_is_named_with_its_setting() -> None:
     async with serving() as server:
         with pytest.raises(ConfigurationError, match=f"127.0.0.1:{server.port}.*--port or ROLLWISE_PORT") as caught:
