@@ -56,27 +56,42 @@ def content_tokens(text: str) -> list[str]:
     return [token.lower() for token in _TOKEN.findall(text)] + [f"#{len(n)}" for n in _NUMBER.findall(text)]
 
 
+SIZES = 15
+
+
 def size_features(text: str) -> list[float]:
-    """Thirteen plain measures of a prompt: lengths, numbers, their digits and magnitudes, operators, LaTeX."""
-    numbers = [number for number in _NUMBER.findall(text) if len(number) <= 300]
-    magnitudes = [math.log10(1.0 + float(number)) for number in numbers] or [0.0]
-    # The last number block matters for prompts with a shared preamble (worked examples): the question comes last.
-    last_line = text.rstrip().rsplit("\n", 1)[-1]
+    """Plain measures of a prompt: lengths, numbers, their digits and magnitudes, operators, LaTeX; `SIZES` of them.
+
+    The last four are of the last line that holds a number: where prompts share a preamble (instructions, worked
+    examples, a chat template's frame), that line is the question.
+    """
+    magnitudes = _magnitudes(text)
+    numbered = [line for line in text.split("\n") if any(map(str.isdigit, line))]
+    question = numbered[-1] if numbered else text
+    own = _magnitudes(question)
     return [
         math.log1p(len(text)),
         math.log1p(len(text.split())),
         math.log1p(text.count("\n")),
-        math.log1p(len(numbers)),
-        math.log1p(sum(map(len, numbers))),
-        max(magnitudes),
-        sum(magnitudes) / len(magnitudes),
+        math.log1p(len(magnitudes)),
+        math.log1p(sum(map(str.isdigit, text))),
+        max(magnitudes, default=0.0),
+        sum(magnitudes) / max(1, len(magnitudes)),
         min(sum(magnitudes), 100.0),
         math.log1p(len(_OPERATOR.findall(text))),
         math.log1p(text.count("*") + text.count("×") + text.count("\\times") + text.count("\\cdot")),
         math.log1p(text.count("\\")),
-        math.log1p(len(last_line)),
-        math.log1p(sum(character.isdigit() for character in last_line)),
+        math.log1p(len(question)),
+        math.log1p(len(own)),
+        max(own, default=0.0),
+        min(sum(own), 100.0),
     ]
+
+
+def _magnitudes(text: str) -> list[float]:
+    """log10(1 + number) of every number, a very long one counting as its length."""
+    found = _NUMBER.findall(text)
+    return [math.log10(1.0 + float(number)) if len(number) < 300 else float(len(number)) for number in found]
 
 
 class HashingEmbedder:
@@ -88,7 +103,7 @@ class HashingEmbedder:
     """
 
     name = "hashing-1"
-    direct = 13
+    direct = SIZES
 
     def __init__(self, columns: int = 256, buckets: int = 2**13, seed: int = 20260501) -> None:
         from sklearn.feature_extraction.text import HashingVectorizer

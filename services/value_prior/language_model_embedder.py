@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from services.common.errors import InvalidArgument
-from services.value_prior.embedder import Vectors, size_features
+from services.value_prior.embedder import SIZES, Vectors, size_features
 from services.value_prior.records import Prompt
 
 LAST_TOKENS = 10
@@ -28,7 +28,7 @@ class LanguageModelEmbedder:
     attention the padding cannot reach the real tokens, so neighbours only change the last bits, which are rounded off.
     """
 
-    direct = 13
+    direct = SIZES
 
     def __init__(
         self,

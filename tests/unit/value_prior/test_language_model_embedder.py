@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from services.common.errors import InvalidArgument
-from services.value_prior.embedder import size_features
+from services.value_prior.embedder import SIZES, size_features
 from services.value_prior.language_model_embedder import LanguageModelEmbedder
 from services.value_prior.records import Prompt
 
@@ -43,8 +43,8 @@ def test_vectors_are_means_of_the_block_two_thirds_up(folder):
         with torch.inference_mode():
             state = model(input_ids=ids, output_hidden_states=True).hidden_states[4 + 1][0]
         expected = torch.cat([state[-10:].mean(0), state.mean(0)]).numpy()
-        assert vector[13:] == pytest.approx(expected, abs=2e-3)
-        assert vector[:13] == pytest.approx(size_features(text), rel=1e-6)
+        assert vector[SIZES:] == pytest.approx(expected, abs=2e-3)
+        assert vector[:SIZES] == pytest.approx(size_features(text), rel=1e-6)
 
 
 @pytest.mark.parametrize("layer", [0, 5])
@@ -70,7 +70,7 @@ def test_neighbours_in_a_batch_do_not_matter(folder):
 def test_long_texts_keep_their_end(folder):
     embedder = LanguageModelEmbedder(folder, max_tokens=4)
     first, second = embedder.embed([Prompt("a a a a a a 6 7 8 9"), Prompt("1 1 1 1 1 6 7 8 9")])
-    assert first[13:] == pytest.approx(second[13:])
+    assert first[SIZES:] == pytest.approx(second[SIZES:])
 
 
 def test_a_folder_without_a_model_and_a_block_that_is_not_there_are_refused(folder, tmp_path):

@@ -8,7 +8,7 @@ from threadpoolctl import threadpool_limits
 
 from services.common.errors import InvalidArgument
 from services.value_prior import prediction, regression
-from services.value_prior.embedder import CachedEmbedder, HashingEmbedder, PolicyEmbedder
+from services.value_prior.embedder import SIZES, CachedEmbedder, HashingEmbedder, PolicyEmbedder, size_features
 from services.value_prior.records import Feature, Outcome, PriorSource, Prompt
 
 
@@ -71,12 +71,12 @@ def test_a_policy_that_learns_is_followed():
 
 
 def test_a_fit_of_512_rows_is_fast():
-    _, rows = rows_of(np.random.default_rng(6), 512, columns=269)
+    _, rows = rows_of(np.random.default_rng(6), 512, columns=271)
     best = 1e9
     with threadpool_limits(1):
         for _ in range(5):
             start = time.thread_time()
-            regression.fit(rows, now=0, direct=13)
+            regression.fit(rows, now=0, direct=SIZES)
             best = min(best, time.thread_time() - start)
     # CPU time, which other processes cannot stretch much; about 12 ms on an idle core.
     assert best < 0.06, f"{best * 1e3:.0f} ms"
@@ -145,11 +145,20 @@ def test_hashing_is_stable_between_processes_and_sees_digits_and_latex(embedder)
     first, second, third = embedder.embed(
         [Prompt("Find $\\frac{12}{7}$"), Prompt("Find $\\sqrt{12}$"), Prompt("Find $\\frac{13}{7}$")]
     )
-    assert first.shape == (13 + 256,)
-    assert not np.allclose(first[13:], second[13:])
-    assert not np.allclose(first[13:], third[13:])
+    assert first.shape == (SIZES + 256,)
+    assert not np.allclose(first[SIZES:], second[SIZES:])
+    assert not np.allclose(first[SIZES:], third[SIZES:])
     again = HashingEmbedder().embed([Prompt("Find $\\frac{12}{7}$")])[0]
     assert np.array_equal(first, again)
+
+
+def test_sizes_see_the_question_behind_a_shared_preamble():
+    frame = "You are careful.\nExample: 987654 + 123456 = 1111110\nQuestion: {}\nAnswer:"
+    small, large = (size_features(frame.format(question)) for question in ("1 + 2", "111 + 222"))
+    assert len(small) == SIZES
+    assert small[5] == large[5]  # the largest number is the preamble's
+    assert small[-2:] < large[-2:]
+    assert all(np.isfinite(size_features("9" * 5000 + " and ٣")))
 
 
 def test_the_policy_embedder_uses_the_feature_and_names_a_row_without(embedder):
