@@ -16,7 +16,7 @@ from rollwise.v1 import allocator_pb2, common_pb2, generation_pb2, value_prior_p
 from services.allocator.messages import KIND_MESSAGES, budget_of, check_entry, decision_message, scale_of
 from services.allocator.ports import Ports
 from services.allocator.stopping import Decision, FixedBudget, Kind, decide
-from services.common.errors import DeadlineExceeded, RollwiseError
+from services.common.errors import DeadlineExceeded, Internal, RollwiseError, Unavailable
 from services.common.logging import get_logger
 
 log = get_logger("rollwise.allocator")
@@ -26,6 +26,8 @@ ATTEMPTS_PER_ROLLOUT = 2
 VERDICT_SHARE = 0.1
 """Share of the remaining time, at most VERDICT_SECONDS, that sampling leaves to the verdicts."""
 VERDICT_SECONDS = 5.0
+PRIOR_SHARE = 0.5
+"""Share of the group's time after which a prior that does not answer is a fault: rollouts need the rest."""
 
 
 class Allocator:
@@ -47,11 +49,12 @@ class Allocator:
             async with asyncio.timeout(entry.deadline_seconds):
                 await work.run()
         except (TimeoutError, DeadlineExceeded):
-            work.close_early(allocator_pb2.FILTER_CAUSE_DEADLINE, f"not done after {entry.deadline_seconds:g} s")
+            detail = f"not done after {entry.deadline_seconds:g} s, waiting for {work.waiting_for}"
+            work.close_early(allocator_pb2.FILTER_CAUSE_DEADLINE, detail)
         except RollwiseError as error:
             timed_out = work.seconds_left <= 0
             cause = allocator_pb2.FILTER_CAUSE_DEADLINE if timed_out else allocator_pb2.FILTER_CAUSE_FAULT
-            work.close_early(cause, f"{error.reason}: {error.message}")
+            work.close_early(cause, f"{work.waiting_for}: {error.reason}: {error.message}")
         return work.group
 
 
@@ -67,6 +70,7 @@ class _Group:
         self._end = time.monotonic() + entry.deadline_seconds
         self._prior: float | None = None
         self._next_index = 0
+        self.waiting_for = "the allocator itself"
         self.group = allocator_pb2.ScoredGroup(
             key=entry.key,
             kind=entry.kind,
@@ -139,7 +143,15 @@ class _Group:
         if entry.pinned_batch:
             # A prior that depends on how far the other groups of the step have got would not be reproducible.
             request.before_version = entry.policy_version
-        response = await self._ports.prior.score(request, self.seconds_left)
+        self.waiting_for = "the value prior"
+        seconds = PRIOR_SHARE * self.seconds_left
+        try:
+            async with asyncio.timeout(seconds):
+                response = await self._ports.prior.score(request, seconds)
+        except (TimeoutError, DeadlineExceeded) as error:
+            raise Unavailable(f"no answer within {seconds:.3g} s") from error
+        if len(response.priors) != 1:
+            raise Internal(f"{len(response.priors)} priors for one prompt", reason="BAD_ANSWER")
         prior = response.priors[0]
         self._prior = self._scale.check("the prior's value", self._scale.reward(prior.value))
         self.group.prior.CopyFrom(prior)
@@ -184,10 +196,11 @@ class _Group:
         left = self.seconds_left
         if count:
             request.time_limit_seconds = max(0.01, left - min(VERDICT_SECONDS, VERDICT_SHARE * left))
+        self.waiting_for = "generation"
         answer = await self._ports.generation.generate(request, left)
         expected = list(range(first, first + count))
         if sorted(sample.index for sample in answer.samples) != expected:
-            raise RollwiseError(
+            raise Internal(
                 f"generation answered with rollouts {[s.index for s in answer.samples]}, asked were {expected}",
                 reason="BAD_ANSWER",
             )
@@ -207,6 +220,7 @@ class _Group:
             if sample.index not in verdicts
         ]
         if items:
+            self.waiting_for = "the verifier"
             response = await self._ports.verifier.verify(verifier_pb2.VerifyRequest(items=items), self.seconds_left)
             verdicts |= {int(item.item_id): _checked(item.verdict) for item in response.verdicts}
         missing = common_pb2.Verdict(
@@ -217,7 +231,9 @@ class _Group:
     # --------------------------------------------------------------------------------- the decision
 
     def _look(self) -> Decision:
-        out_of_time = any(r.finish_reason == common_pb2.FINISH_REASON_DEADLINE for r in self.group.rollouts)
+        out_of_time = any(
+            r.finish_reason == common_pb2.FINISH_REASON_DEADLINE for r in [*self.group.rollouts, *self.group.unjudged]
+        )
         decision = decide(self._budget, self._rewards, self._prior, self._scale, time_is_up=out_of_time)
         if decision.rewards:
             self.group.trail.append(decision_message(decision))

@@ -21,7 +21,7 @@ from rollwise.v1 import (
 
 from services.allocator.metrics import CALLS_RETRIED
 from services.allocator.ports import Ports
-from services.common.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from services.common.errors import FailedPrecondition, Internal, ResourceExhausted, Unavailable
 from services.common.grpc_client import with_retries
 
 T = TypeVar("T")
@@ -85,6 +85,11 @@ async def _patiently(service: str, call: Callable[[float], Awaitable[T]], second
         except FailedPrecondition as error:
             if error.reason in NOT_YET:
                 raise NotYet(error.message, reason=error.reason, **error.metadata) from error
+            raise
+        except Internal as error:
+            # How a server that is told to stop ends the calls that outlast its grace.
+            if error.reason == "CANCELLED":
+                raise NotYet(error.message, reason=error.reason) from error
             raise
 
     return await with_retries(

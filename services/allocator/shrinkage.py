@@ -18,8 +18,8 @@ from services.common.errors import InvalidArgument
 class RewardScale:
     """The reward of a wrong (`low`) and of a correct rollout (`high`); every reward lies between them."""
 
-    low: float = 0.0
-    high: float = 1.0
+    low: float
+    high: float
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):

@@ -21,7 +21,7 @@ from services.allocator.messages import entry_id
 from services.allocator.record import outcome_of, record
 from services.common import keys
 from services.common.errors import InvalidArgument, Unavailable
-from services.common.logging import get_logger
+from services.common.logging import bind_context, get_logger
 from services.common.redis_client import execute, survive
 from services.common.streams import Delivery, Fence, Publisher, StreamConsumer, Target
 
@@ -32,6 +32,10 @@ GROUP = "allocator"
 BLOCK_SECONDS = 1.0
 LINEAGE_POLL_SECONDS = 1.0
 RETRY_SECONDS = 0.5
+
+
+class _LineageEnded(Exception):
+    """The job was cancelled, or resumed under a newer lineage."""
 
 
 class StreamWorker:
@@ -63,6 +67,7 @@ class StreamWorker:
         self._max_groups = max_groups
         self._max_deliveries = max_deliveries
         self._running: dict[asyncio.Task[None], common_pb2.GroupKey] = {}
+        self._ended: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
@@ -74,6 +79,8 @@ class StreamWorker:
                 continue
             deliveries = await _patiently(lambda n=free: self._consumer.read(count=n, block_seconds=BLOCK_SECONDS))  # type: ignore[misc]
             for delivery in deliveries:
+                if self._stopping.is_set():
+                    return  # what was read stays pending, for whoever comes next
                 await self._start(delivery)
 
     async def watch_lineages(self) -> None:
@@ -83,7 +90,9 @@ class StreamWorker:
             jobs = {key.job_id for key in self._running.values()}
             current = {job: await _patiently(lambda j=job: self._lineage(j)) for job in jobs}  # type: ignore[misc]
             for task, key in list(self._running.items()):
-                if key.lineage < current.get(key.job_id, 0):
+                if key.lineage < current.get(key.job_id, 0) and task not in self._ended:
+                    # Once: a second cancellation would interrupt the settling of the entry.
+                    self._ended.add(task)
                     task.cancel()
 
     async def drain(self, seconds: float) -> None:
@@ -112,28 +121,33 @@ class StreamWorker:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)
+        self._ended.discard(task)
         metrics.GROUPS_RUNNING.set(len(self._running))
         if not task.cancelled() and task.exception() is not None:
             # _work closes every group it can; what comes here is a fault of ours, and the entry stays pending.
             log.error("a group ended on an unexpected error", exc_info=task.exception())
 
     async def _work(self, delivery: Delivery, entry: allocator_pb2.PromptEntry) -> None:
+        bind_context(job_id=entry.key.job_id, step=entry.key.step, trace_id=entry.trace_id or None)
         try:
             if entry.key.lineage < await _patiently(lambda: self._lineage(entry.key.job_id)):
-                await self._give_up(delivery, entry)
-                return
-            group = await self._group(delivery, entry)
-        except asyncio.CancelledError:
+                raise _LineageEnded
+            exhausted = delivery.deliveries > self._max_deliveries
+            if exhausted:
+                group = _unworkable(entry, f"handed out {delivery.deliveries} times; whoever worked on it died")
+            else:
+                group = await self._group(entry)
+            await self._publish(entry, group)
+            if exhausted:
+                await _patiently(lambda: self._consumer.bury(delivery, group.cause_detail))
+            else:
+                await _patiently(lambda: self._consumer.settle(delivery))
+        except (asyncio.CancelledError, _LineageEnded):
             if self._stopping.is_set():
                 raise
             await self._give_up(delivery, entry)
-            return
-        await self._publish(entry, group)
-        await _patiently(lambda: self._consumer.settle(delivery))
 
-    async def _group(self, delivery: Delivery, entry: allocator_pb2.PromptEntry) -> allocator_pb2.ScoredGroup:
-        if delivery.deliveries > self._max_deliveries:
-            return _unworkable(entry, f"handed out {delivery.deliveries} times; whoever worked on it died")
+    async def _group(self, entry: allocator_pb2.PromptEntry) -> allocator_pb2.ScoredGroup:
         try:
             return await self._allocator.allocate(entry)
         except InvalidArgument as error:
@@ -149,11 +163,16 @@ class StreamWorker:
         outcome: value_prior_pb2.Outcome | None = outcome_of(entry, group)
         if outcome is not None:
             targets.append(Target(keys.outcomes(), outcome.SerializeToString()))
-        published = await _patiently(
-            lambda: self._publisher.publish(
-                entry_id(entry.key, entry.kind), targets, fence=Fence(keys.lineage(job), entry.key.lineage)
-            )
-        )
+        fence = Fence(keys.lineage(job), entry.key.lineage)
+        while True:
+            try:
+                published = await self._publisher.publish(entry_id(entry.key, entry.kind), targets, fence=fence)
+                break
+            except Exception:
+                # Redis away or out of memory, no room for a blob: the group is made and must not be lost, and the
+                # same id may be published again. The lease is kept; an ended lineage still ends this wait.
+                log.exception("a group cannot be published, trying again", prompt_id=entry.key.prompt_id)
+                await asyncio.sleep(RETRY_SECONDS)
         if published.stale:
             metrics.GROUPS_STALE.inc()
         elif not published.duplicate:
