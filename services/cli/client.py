@@ -111,7 +111,7 @@ class ApiClient(HttpClient):
         """Creates a job. The same `key` twice gives the same job."""
         headers = {"idempotency-key": key or uuid.uuid4().hex}
         # The preflight reads all data and asks the verifier about every gold answer.
-        return self._object("POST", "/v1/jobs", json=spec, headers=headers, timeout=300.0)
+        return self._object("POST", "/v1/jobs", json=spec, headers=headers, timeout=900.0)
 
     def job(self, job_id: str) -> dict[str, Any]:
         """One job."""
