@@ -37,6 +37,8 @@ def smollm2_folder() -> Path:
     with locked(target.with_name(f"{target.name}.lock")):
         if _complete(target):
             return target
+        for left_over in target.parent.glob(f".{target.name}-*"):
+            shutil.rmtree(left_over)  # of a process killed in mid-way; the lock is ours, so nobody works there
         log.info("converting SmolLM2, once", source=str(source), target=str(target))
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
