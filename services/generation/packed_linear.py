@@ -32,7 +32,8 @@ class _Packed:
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether packing is possible and pays."""
-    return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return device.type == "cpu" and dtype == torch.float32 and available
 
 
 def pack_linears(model: nn.Module) -> list[Any]:

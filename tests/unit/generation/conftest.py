@@ -92,3 +92,8 @@ def llama_long(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def request_folder(llama: Path, qwen: Path) -> Callable[[str], Path]:
     return {"llama": llama, "qwen": qwen}.__getitem__
+
+
+@pytest.fixture(scope="session")
+def other_long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("other-long"), seed=7, max_position_embeddings=8192)

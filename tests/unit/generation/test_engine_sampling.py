@@ -23,6 +23,14 @@ def request(prompt, count=1, **keywords):
     return GenerationRequest(tuple(prompt), count, Sampling(**sampling), **keywords)
 
 
+async def until(condition) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.003)
+    raise AssertionError("never came true")
+
+
 def forward_logprobs(folder: Path, prompt, tokens, temperature):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -141,14 +149,7 @@ async def test_the_feature_is_the_mean_state_of_the_last_ten_prompt_tokens(start
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
     results = await asyncio.gather(*(engine.generate(request(p, 2, want_feature=True)) for p in PROMPTS))
     for prompt, result in zip(PROMPTS, results, strict=True):
-        with torch.no_grad():
-            states = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
-        # hidden_states[0] is the embedding, so block b's output is entry b + 1.
-        expected = states[3][0, -10:].mean(0) if result.feature.layer == 2 else None
-        if expected is None:
-            raise AssertionError(f"layer {result.feature.layer}")
-        last_norm = states[3]
-        assert last_norm.shape[-1] == 32
+        assert result.feature.layer == 2
         captured: list[torch.Tensor] = []
         handle = model.model.layers[2].register_forward_hook(
             lambda _m, _i, out, keep=captured: keep.append(out[0] if isinstance(out, tuple) else out)
@@ -171,16 +172,11 @@ async def test_top_k_and_top_p_limit_what_is_drawn(start, llama):
 async def test_cancelling_a_call_frees_its_rows(start, llama_long):
     engine = await start(llama_long)
     task = asyncio.create_task(engine.generate(request(PROMPTS[0], 8, max_tokens=4000)))
-    while engine.status().running_rollouts < 8:
-        await asyncio.sleep(0.005)
+    await until(lambda: engine.status().running_rollouts == 8)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    for _ in range(100):
-        if engine.status().running_rollouts == 0:
-            break
-        await asyncio.sleep(0.01)
-    assert engine.status().running_rollouts == 0
+    await until(lambda: engine.status().running_rollouts == 0)
     assert len((await engine.generate(request(PROMPTS[0]))).samples[0].tokens) == 12
 
 
@@ -204,8 +200,7 @@ async def test_more_rollouts_than_rows_are_served_in_turns(start, llama):
 async def test_a_full_queue_refuses_as_busy(start, llama_long):
     engine = await start(llama_long, max_rows=1, max_waiting=2)
     tasks = [asyncio.create_task(engine.generate(request(PROMPTS[0], max_tokens=3000))) for _ in range(1)]
-    while engine.status().running_rollouts < 1:
-        await asyncio.sleep(0.005)
+    await until(lambda: engine.status().running_rollouts == 1)
     tasks += [asyncio.create_task(engine.generate(request(PROMPTS[1]))) for _ in range(2)]
     await asyncio.sleep(0.01)
     with pytest.raises(ResourceExhausted, match="2 requests wait"):
