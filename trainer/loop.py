@@ -133,6 +133,7 @@ class TrainingRun:
         state = self._state
         train.send([(admission, self._entry(admission)) for admission in state.admit()])
         telemetry.IN_FLIGHT.set(len(state.ledger))
+        await self._show_progress()
         ready = train.collector.ready
         chosen = await train.wait(
             lambda: state.credits.choose(step=step, admitted_at=state.admitted_at, ready=ready.keys()),

@@ -147,9 +147,8 @@ def clean(value: Any) -> Any:
 
 
 def _before(line: dict[str, Any], steps_done: int) -> bool:
-    if line.get("kind") == "evaluation":
-        return int(line["step"]) < steps_done or (int(line["step"]) == steps_done and not line.get("final"))
-    return int(line["step"]) < steps_done
+    # An evaluation after n steps carries step n, a step its own number, counted from 0.
+    return int(line["step"]) < steps_done + (line.get("kind") == "evaluation")
 
 
 def _append(path: Path, lines: list[dict[str, Any]]) -> None:

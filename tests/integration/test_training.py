@@ -1,9 +1,8 @@
 """Whole training runs: every service for real, in one event loop; the policy is a small model made here."""
 
 import asyncio
-import contextlib
+import errno
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -16,6 +15,19 @@ import pytest
 import pytest_asyncio
 import torch
 from rollwise.v1 import generation_pb2, generation_pb2_grpc
+from training_stack import (
+    Running,
+    assert_books,
+    ended,
+    run_until_told,
+    specification,
+    submit,
+    trained_ids,
+    until,
+    wanted_ids,
+    working,
+    write_rows,
+)
 
 from services.allocator import server as allocator
 from services.allocator.settings import AllocatorSettings
@@ -31,55 +43,15 @@ from services.value_prior.settings import ValuePriorSettings
 from services.verifier import server as verifier
 from services.verifier.settings import VerifierSettings
 from trainer.api.server import ApiServer
-from trainer.clients import Services
-from trainer.config import JobSpec
-from trainer.jobs import JobStore
+from trainer.jobs import WORKERS, JobStore
 from trainer.policies.tiny import Recipe, make_tiny
+from trainer.policy import Policy
 from trainer.recorder import read_lines
-from trainer.run_state import admissions_of
-from trainer.settings import ApiSettings, WorkerSettings
+from trainer.settings import ApiSettings
 from trainer.streams import Streams
 from trainer.weights import WeightFolders
-from trainer.worker import Worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-LIMIT_SECONDS = 60
-
-
-class Running:
-    """A service in this process, by its own `serve`; `stop` ends it, `start` starts it again on the same port."""
-
-    def __init__(self, serve, settings):
-        self.serve, self.settings, self.port = serve, settings, 0
-
-    async def start(self):
-        self.told = asyncio.Event()
-        settings = self.settings.model_copy(update={"port": self.port})
-        settings.ready_file.unlink(missing_ok=True)
-        self.task = asyncio.create_task(self.serve(settings))
-        TOLD[self.task] = self.told
-        while not settings.ready_file.exists():
-            if self.task.done():
-                await self.task
-            await asyncio.sleep(0.02)
-        self.port = json.loads(settings.ready_file.read_text())["port"]
-        return f"127.0.0.1:{self.port}"
-
-    async def stop(self):
-        self.told.set()
-        await asyncio.wait_for(self.task, 20)
-
-
-TOLD: dict[asyncio.Task, asyncio.Event] = {}
-
-
-async def run_until_told(server):
-    """GrpcServer.run_until_signal for several servers in one process: an event in place of the signal."""
-    if server._server is None:
-        await server.start()
-    await TOLD[asyncio.current_task()].wait()
-    await server.stop(0)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -137,92 +109,17 @@ async def bench(stack):
     store = JobStore(streams.client, streams.publisher)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
         yield SimpleNamespace(
-            client=client, http=http, store=store, stack=stack, common=common, folder=lambda j: stack.root / "jobs" / j
+            client=client,
+            http=http,
+            store=store,
+            settings=api.settings,
+            stack=stack,
+            common=common,
+            folder=lambda j: stack.root / "jobs" / j,
         )
     await api.stop()
     await streams.close()
     await client.aclose()
-
-
-@contextlib.asynccontextmanager
-async def working(bench, name="worker-1", **changes):
-    """A worker in this process."""
-    settings = WorkerSettings(
-        **bench.common, metrics_port=None, consumer=name, torch_threads=1, watch_seconds=0.5, **changes
-    )
-    streams = Streams(settings, consumer=name, lease_seconds=settings.lease_seconds, patience_seconds=10)
-    services = Services(settings)
-    worker = Worker(settings, streams, services)
-    task = asyncio.create_task(worker.work())
-    try:
-        yield worker
-    finally:
-        worker.stop()
-        await asyncio.wait_for(task, LIMIT_SECONDS)
-        await services.close()
-        await streams.close()
-
-
-def write_rows(path, count, seed, start=0):
-    rng = random.Random(seed)
-    rows = []
-    for i in range(count):
-        a, b = rng.randint(0, 9), rng.randint(0, 9)
-        rows.append({"id": f"q{start + i}", "prompt": f"Calculate {a} + {b}. ({start + i})", "answer": str(a + b)})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-def specification(bench, tmp_path, **changes):
-    return {
-        "policy": str(bench.stack.policy),
-        "data": {"path": write_rows(tmp_path / "train.jsonl", 10, 1)},
-        "algorithm": {"budget": {"k_min": 2, "k_max": 4}},
-        "optimizer": {"learning_rate": 1e-4},
-        "sampling": {"max_tokens": 5},
-        "steps": 2,
-        "prompts_per_step": 4,
-        "checkpoint_every": 2,
-        "group_deadline_seconds": 60,
-        "stall_timeout_seconds": 60,
-        **changes,
-    }
-
-
-async def submit(bench, spec):
-    answer = await bench.http.post("/v1/jobs", json=spec)
-    assert answer.status_code == 201, answer.text
-    return answer.json()["id"]
-
-
-async def until(bench, job_id, condition, seconds=LIMIT_SECONDS):
-    async with asyncio.timeout(seconds):
-        while True:
-            record = await bench.store.get(job_id)
-            if condition(record):
-                return record
-            assert not record.state.terminal or condition(record), record
-            await asyncio.sleep(0.05)
-
-
-async def ended(bench, job_id, seconds=LIMIT_SECONDS):
-    return await until(bench, job_id, lambda record: record.state.terminal, seconds)
-
-
-def trained_ids(bench, job_id):
-    lines = read_lines(bench.folder(job_id) / "trail.jsonl")
-    return Counter((line["key"]["step"], line["key"]["prompt_id"]) for line in lines if line["state"] == "trained")
-
-
-def wanted_ids(spec, prompts=10):
-    job = JobSpec.model_validate(spec)
-    order = [f"q{i}" for i in range(prompts)]
-    return Counter((a.step, a.prompt_id) for step in range(job.steps) for a in admissions_of(step, job, order))
-
-
-def assert_books(progress, spec):
-    assert progress.submitted == progress.trained + progress.filtered + progress.dropped + progress.in_flight
-    assert (progress.submitted, progress.in_flight) == (spec["steps"] * spec["prompts_per_step"], 0)
 
 
 async def test_a_job_trains_evaluates_and_leaves_its_records(bench, tmp_path):
@@ -408,3 +305,97 @@ async def test_a_killed_worker_resumes_and_trains_every_prompt_once(bench, tmp_p
     assert_books(record.progress, spec)
     assert trained_ids(bench, job_id) == wanted_ids(spec)
     assert worker.returncode == 0
+
+
+async def test_a_redis_that_is_away_for_a_moment_is_survived(bench, tmp_path):
+    spec = specification(bench, tmp_path, steps=5)
+    async with working(bench):
+        job_id = await submit(bench, spec)
+        await until(bench, job_id, lambda record: record.progress.step >= 1)
+        redis = bench.stack.redis
+        await asyncio.to_thread(redis.kill)
+        await asyncio.sleep(1)
+        await asyncio.to_thread(redis.start, bench.stack.root / "redis", redis.port)
+        record = await ended(bench, job_id)
+    assert record.state == "succeeded", record.error
+    assert_books(record.progress, spec)
+    assert trained_ids(bench, job_id) == wanted_ids(spec)
+
+
+async def test_a_full_disk_at_the_checkpoint_fails_the_job_which_goes_on_when_there_is_space(
+    bench, tmp_path, monkeypatch
+):
+    spec = specification(bench, tmp_path, steps=4, checkpoint_every=2)
+    write, saves = Policy.write, []
+
+    def full_the_second_time(policy, folder):
+        saves.append(folder)
+        if "checkpoints" in str(folder) and len([f for f in saves if "checkpoints" in str(f)]) == 2:
+            (folder / "half").write_bytes(b"x")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(policy, folder)
+
+    monkeypatch.setattr(Policy, "write", full_the_second_time)
+    async with working(bench):
+        job_id = await submit(bench, spec)
+        record = await ended(bench, job_id)
+        assert (record.state, record.error.code) == ("failed", "disk_full")
+        assert "no space left" in record.error.message and "resume" in record.error.message
+        listed = (await bench.http.get(f"/v1/jobs/{job_id}/checkpoints")).json()["data"]
+        assert [checkpoint["step"] for checkpoint in listed] == [2]
+        await bench.http.post(f"/v1/jobs/{job_id}/resume")
+        record = await ended(bench, job_id)
+    assert record.state == "succeeded", record.error
+    assert_books(record.progress, spec)
+    assert trained_ids(bench, job_id) == wanted_ids(spec)
+
+
+async def test_a_weight_update_that_fails_ends_the_job_with_the_servers_words(bench, tmp_path, monkeypatch):
+    spec = specification(bench, tmp_path)
+    saved = Policy.save
+
+    def torn(policy, folder):
+        saved(policy, folder)
+        if folder.name == "v000001":
+            (folder / "model.safetensors").write_bytes(b"no weights")
+
+    monkeypatch.setattr(Policy, "save", torn)
+    async with working(bench, push_seconds=20):
+        job_id = await submit(bench, spec)
+        record = await ended(bench, job_id)
+        assert (record.state, record.error.code, record.error.service) == ("failed", "weights_not_served", "generation")
+        monkeypatch.undo()
+        await bench.http.post(f"/v1/jobs/{job_id}/resume")  # the next update works
+        record = await ended(bench, job_id)
+    assert record.state == "succeeded", record.error
+    assert trained_ids(bench, job_id) == wanted_ids(spec)
+
+
+async def test_data_that_changed_since_the_checkpoint_is_refused_at_resume(bench, tmp_path):
+    spec = specification(bench, tmp_path, steps=50, checkpoint_every=1)
+    async with working(bench):
+        job_id = await submit(bench, spec)
+        await until(bench, job_id, lambda record: record.progress.step >= 1)
+        await bench.http.post(f"/v1/jobs/{job_id}/cancel")
+        await ended(bench, job_id)
+        write_rows(tmp_path / "train.jsonl", 10, 99)
+        await bench.http.post(f"/v1/jobs/{job_id}/resume")
+        record = await ended(bench, job_id)
+    assert (record.state, record.error.code, record.error.param) == ("failed", "data_changed", "data")
+
+
+async def test_a_job_whose_worker_died_too_often_is_given_up(bench, tmp_path):
+    job_id = await submit(bench, specification(bench, tmp_path))
+    dying = Streams(bench.settings, consumer="dying", lease_seconds=0.05, patience_seconds=5)
+    queue = dying.consumer(keys.jobs(), group=WORKERS, max_deliveries=100)
+    for _ in range(3):
+        deliveries = []
+        while not deliveries:
+            deliveries = await queue.read(count=1, block_seconds=0.2)
+            queue._held.clear()  # the process is gone, and knows nothing any more
+            await asyncio.sleep(0.1)
+    await dying.close()
+    async with working(bench, lease_seconds=1.1, max_deliveries=3):
+        record = await ended(bench, job_id)
+    assert (record.state, record.error.code) == ("failed", "worker_died")
+    assert "died 3 times" in record.error.message

@@ -1,3 +1,6 @@
+import gc
+import tracemalloc
+
 import numpy as np
 import pytest
 from rollwise.v1 import allocator_pb2, common_pb2, value_prior_pb2
@@ -5,6 +8,8 @@ from rollwise.v1 import allocator_pb2, common_pb2, value_prior_pb2
 from services.common.packing import pack_floats, pack_ids
 from trainer.accounting import Admission, Final
 from trainer.config import JobSpec
+from trainer.recorder import Recorder, group_line
+from trainer.run_state import RunState
 from trainer.step import build_batch
 
 
@@ -107,3 +112,40 @@ def test_the_prior_is_scored_against_what_came():
     assert batch.metrics["prior_brier"] == pytest.approx(np.mean([0.04, 0.04, 0.64, 0.64]))
     assert batch.metrics["prior_squared_error"] == pytest.approx(0.09)
     assert batch.metrics["zero_signal_share"] == 0
+
+
+def test_memory_is_flat_over_two_hundred_steps(tmp_path):
+    job = spec(steps=400, prompts_per_step=4)
+    order = [str(i) for i in range(50)]
+    state, recorder = RunState(job, order, lineage=1), Recorder(tmp_path)
+
+    def step():
+        state.admit()
+        chosen = state.credits.choose(
+            step=state.steps_done, admitted_at=state.admitted_at, ready=set(state.ledger.in_flight)
+        )
+        groups = {a: group(a.prompt_id, [1, 0, 1, 0], step=a.step) for a in chosen}
+        batch = build_batch(groups, job, policy_version=3)
+        for judged in batch.judged:
+            state.settle(judged.admission, judged.final, rollouts=judged.rollouts)
+        recorder.groups(
+            [
+                group_line(j.group, step=state.steps_done, final=j.final, cause=None, baselines=j.baselines)
+                for j in batch.judged
+            ]
+        )
+        recorder.step({"step": state.steps_done, **batch.metrics})
+        state.steps_done += 1
+
+    for _ in range(20):
+        step()
+    gc.collect()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    for _ in range(200):
+        step()
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 100_000, f"{grown} bytes more after 200 steps"
+    assert len(state.ledger) == 0 and not state.admitted_at
