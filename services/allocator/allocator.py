@@ -120,14 +120,17 @@ class _Group:
     def close_early(
         self, cause: allocator_pb2.FilterCause.ValueType, detail: str, *, kind: Kind = Kind.DEADLINE
     ) -> None:
-        """Closes with what there is: complete when the rule's minimum was reached, else filtered with the cause."""
+        """Closes with what there is: complete when the rule's minimum was reached, else filtered with the cause.
+
+        The detail is kept either way: a complete group with one was cut short.
+        """
         if len(self.group.rollouts) < self._least:
             self._close(cause, detail)
             return
         last = self.group.trail[-1]
         if last.more:
             last.kind, last.more = KIND_MESSAGES[kind], 0
-        self._close()
+        self._close(detail=detail)
 
     # ------------------------------------------------------------------------------------- one round
 
@@ -222,7 +225,8 @@ class _Group:
         if items:
             self.waiting_for = "the verifier"
             response = await self._ports.verifier.verify(verifier_pb2.VerifyRequest(items=items), self.seconds_left)
-            verdicts |= {int(item.item_id): _checked(item.verdict) for item in response.verdicts}
+            asked = {item.item_id for item in items}
+            verdicts |= {int(v.item_id): _checked(v.verdict) for v in response.verdicts if v.item_id in asked}
         missing = common_pb2.Verdict(
             kind=common_pb2.VERDICT_KIND_NO_VERDICT, reason="fault: the verifier did not answer for this rollout"
         )

@@ -63,8 +63,17 @@ def check_entry(entry: allocator_pb2.PromptEntry) -> None:
         raise InvalidArgument("kind must be TRAIN or EVAL")
     if not 0 < entry.deadline_seconds < float("inf"):
         raise InvalidArgument(f"deadline_seconds is {entry.deadline_seconds}; it must be positive and finite")
-    if entry.sampling.max_tokens < 1:
+    if len(entry.prompt_token_ids) % 4:
+        raise InvalidArgument(f"prompt_token_ids has {len(entry.prompt_token_ids)} bytes, which is no array of uint32")
+    if entry.reference.WhichOneof("kind") is None:
+        raise InvalidArgument("reference is missing; without one no rollout can be judged")
+    sampling = entry.sampling
+    if sampling.max_tokens < 1:
         raise InvalidArgument("sampling.max_tokens must be at least 1")
+    if not 0 <= sampling.temperature < float("inf"):
+        raise InvalidArgument(f"sampling.temperature is {sampling.temperature}; it must be finite and not negative")
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        raise InvalidArgument(f"sampling.top_p is {sampling.top_p}; it must be above 0 and at most 1")
     scale_of(entry.scale)
     budget = budget_of(entry.budget)
     if budget.needs_prior and not entry.want_prior:
