@@ -64,17 +64,18 @@ class Services:
     # ------------------------------------------------------------------------------------ generation
 
     async def push_weights(
-        self, path: Path, *, policy_id: str, version: int, patience_seconds: float
+        self, path: Path, *, policy_id: str, version: int, patience_seconds: float, keep_running: bool = False
     ) -> generation_pb2.UpdateWeightsResponse:
         """Has the generation server serve `version` from `path`; returns when it does.
 
-        Idempotent by version, so a server that is down is asked again until `patience_seconds` are over. Raises
-        JobFailedError (code weights_not_served) with the server's own words.
+        With `keep_running`, rollouts in flight go on under the new weights (their spans say which token is whose);
+        without, they finish first. Idempotent by version, so a server that is down is asked again until
+        `patience_seconds` are over. Raises JobFailedError (code weights_not_served) with the server's own words.
         """
         request = generation_pb2.UpdateWeightsRequest(
             policy_version=version,
             path=str(path),
-            mode=generation_pb2.UPDATE_MODE_WAIT,
+            mode=generation_pb2.UPDATE_MODE_KEEP if keep_running else generation_pb2.UPDATE_MODE_WAIT,
             allow_rollback=True,
             policy_id=policy_id,
         )

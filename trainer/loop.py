@@ -306,6 +306,8 @@ class TrainingRun:
                 policy_id=self.record.id,
                 version=self._state.policy_version,
                 patience_seconds=self._settings.push_seconds,
+                # On-policy nothing is in flight here; ahead of it, a push must not wait for the longest rollout.
+                keep_running=self.spec.max_staleness > 0,
             )
         )
         self._watch.expected_version = self._state.policy_version

@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 
 from services.common import keys
-from services.common.errors import NotFound, RollwiseError
+from services.common.errors import NotFound, RollwiseError, Unavailable
 from services.common.lifecycle import Background, run, write_ready_file
 from services.common.logging import bind_context, get_logger
-from services.common.redis_client import LOST, check_server
+from services.common.redis_client import LOST, check_server, url_of
 from services.common.settings import load_settings
 from services.common.streams import Delivery, StreamConsumer
 from services.common.telemetry import serve_metrics
@@ -36,6 +36,7 @@ log = get_logger("rollwise.worker")
 HEARTBEAT_EVERY_SECONDS = 2.0
 CONTROL_EVERY_SECONDS = 0.5
 READ_SECONDS = 2.0
+REQUEUE_EVERY_SECONDS = 60.0
 
 
 class Worker:
@@ -60,9 +61,9 @@ class Worker:
 
     async def work(self) -> None:
         """Takes jobs until `stop`."""
-        await self._store.requeue_lost()
         async with Background() as background:
             background.start("queue-leases", self._queue.run_leases())
+            background.start("lost-jobs", self._requeue_lost())
             while not self._stopping.is_set():
                 try:
                     deliveries = await self._queue.read(count=1, block_seconds=READ_SECONDS)
@@ -72,6 +73,16 @@ class Worker:
                     continue
                 for delivery in deliveries:
                     await self._take(delivery)
+
+    async def _requeue_lost(self) -> None:
+        """Queues jobs whose submitter died between writing the record and the queue entry."""
+        while True:
+            try:
+                if lost := await self._store.requeue_lost():
+                    log.warning("jobs without a queue entry were queued", jobs=lost)
+            except (RollwiseError, *LOST) as error:
+                log.warning("cannot look for lost jobs, redis does not answer", error=str(error))
+            await asyncio.sleep(REQUEUE_EVERY_SECONDS)
 
     async def _take(self, delivery: Delivery) -> None:
         try:
@@ -171,7 +182,11 @@ class Worker:
                 return
             except (RollwiseError, *LOST) as problem:
                 if time.monotonic() > deadline:
-                    raise
+                    raise Unavailable(
+                        f"Redis at {url_of(self._streams.client)} stays away, so the worker ends; job {record.id} goes "
+                        f"on from its last checkpoint when Redis and a worker are back ({problem})",
+                        reason="REDIS_UNAVAILABLE",
+                    ) from problem
                 log.warning("cannot write down how the job ended, trying again", error=str(problem))
                 await asyncio.sleep(1.0)
 

@@ -33,6 +33,7 @@ from services.allocator import server as allocator
 from services.allocator.settings import AllocatorSettings
 from services.common import keys
 from services.common.embedded import EmbeddedRedis
+from services.common.errors import Unavailable
 from services.common.grpc_client import connect as grpc_connect
 from services.common.grpc_server import GrpcServer
 from services.common.redis_client import connect
@@ -322,6 +323,24 @@ async def test_a_redis_that_is_away_for_a_moment_is_survived(bench, tmp_path):
     assert trained_ids(bench, job_id) == wanted_ids(spec)
 
 
+@pytest.mark.slow
+async def test_a_redis_that_stays_away_ends_the_worker_with_its_address_and_the_next_one_resumes(bench, tmp_path):
+    spec = specification(bench, tmp_path, steps=6, checkpoint_every=1)
+    redis = bench.stack.redis
+    with pytest.raises(Unavailable, match=str(redis.port)):
+        async with working(bench, redis_patience_seconds=1):
+            job_id = await submit(bench, spec)
+            await until(bench, job_id, lambda record: record.progress.step >= 1)
+            await asyncio.to_thread(redis.kill)
+            await asyncio.sleep(8)
+    await asyncio.to_thread(redis.start, bench.stack.root / "redis", redis.port)
+    async with working(bench):
+        record = await ended(bench, job_id)
+    assert record.state == "succeeded" and record.progress.lineage == 2, record.error
+    assert_books(record.progress, spec)
+    assert trained_ids(bench, job_id) == wanted_ids(spec)
+
+
 async def test_a_full_disk_at_the_checkpoint_fails_the_job_which_goes_on_when_there_is_space(
     bench, tmp_path, monkeypatch
 ):
@@ -382,6 +401,15 @@ async def test_data_that_changed_since_the_checkpoint_is_refused_at_resume(bench
         await bench.http.post(f"/v1/jobs/{job_id}/resume")
         record = await ended(bench, job_id)
     assert (record.state, record.error.code, record.error.param) == ("failed", "data_changed", "data")
+
+
+async def test_a_job_whose_submitter_died_before_it_was_queued_is_run(bench, tmp_path):
+    job_id = await submit(bench, specification(bench, tmp_path, steps=1))
+    # What the store looks like when the API dies between record and queue entry.
+    await bench.client.delete(keys.jobs(), keys.seen(keys.jobs(), f"job/{job_id}/1"))
+    async with working(bench):
+        record = await ended(bench, job_id)
+    assert record.state == "succeeded", record.error
 
 
 async def test_a_job_whose_worker_died_too_often_is_given_up(bench, tmp_path):

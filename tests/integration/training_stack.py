@@ -58,7 +58,8 @@ async def working(bench, name="worker-1", **changes):
     settings = WorkerSettings(
         **bench.common, metrics_port=None, consumer=name, torch_threads=1, watch_seconds=0.5, **changes
     )
-    streams = Streams(settings, consumer=name, lease_seconds=settings.lease_seconds, patience_seconds=10)
+    patience = settings.redis_patience_seconds
+    streams = Streams(settings, consumer=name, lease_seconds=settings.lease_seconds, patience_seconds=patience)
     services = Services(settings)
     worker = Worker(settings, streams, services)
     task = asyncio.create_task(worker.work())
@@ -66,9 +67,11 @@ async def working(bench, name="worker-1", **changes):
         yield worker
     finally:
         worker.stop()
-        await asyncio.wait_for(task, LIMIT_SECONDS)
-        await services.close()
-        await streams.close()
+        try:
+            await asyncio.wait_for(task, LIMIT_SECONDS)
+        finally:
+            await services.close()
+            await streams.close()
 
 
 def write_rows(path, count, seed, start=0):
