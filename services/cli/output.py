@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from typing import Any
 
@@ -14,8 +15,18 @@ from rich.console import Console
 
 OK, FAILED, USAGE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 130
 
-stdout = Console(soft_wrap=True)
-stderr = Console(stderr=True, soft_wrap=True)
+# Tables are cut to the width of a terminal; where there is none, nothing needs cutting.
+_WIDTH_OF_A_PIPE = 180
+
+
+def _console(*, error: bool) -> Console:
+    stream = sys.stderr if error else sys.stdout
+    known = stream.isatty() or "COLUMNS" in os.environ
+    return Console(stderr=error, soft_wrap=True, width=None if known else _WIDTH_OF_A_PIPE)
+
+
+stdout = _console(error=False)
+stderr = _console(error=True)
 
 
 class CliError(Exception):

@@ -85,15 +85,17 @@ def up(
 
 @contextmanager
 def terminable() -> Iterator[threading.Event]:
-    """Within, SIGTERM and SIGHUP act as Ctrl-C does: an orderly end, whatever is going on. The event is never set by a
-    signal before the first KeyboardInterrupt has been raised, so a waiting loop may just wait on it."""
+    """Within, SIGTERM and SIGHUP do what Ctrl-C does, and Ctrl-C works even where a shell had it ignored (`... &`).
+
+    The event is set just before KeyboardInterrupt is raised, so a waiting loop may wait on it.
+    """
     event = threading.Event()
 
     def interrupt(number: int, frame: object) -> None:
         event.set()
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield event
     finally:
