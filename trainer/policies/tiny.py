@@ -36,9 +36,9 @@ class Recipe:
     heads: int = 4
     intermediate: int = 384
     context: int = 256
-    batch: int = 128
+    batch: int = 64
     steps: int = 500
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     slip_rate: float = 0.6
 
     @property
@@ -119,27 +119,18 @@ def make_tokenizer(recipe: Recipe) -> Any:
 
 
 def problems(rng: random.Random, count: int, slip_rate: float = 0.0) -> list[tuple[str, str]]:
-    """Question and answer as reasoning-gym words them: a sum or difference of two numbers of one or two digits.
+    """Question and answer as reasoning-gym's basic_arithmetic words them: a sum or difference of two small numbers.
 
-    With probability `slip_rate` an answer is what comes out when carries, borrows and the sign are forgotten; where
-    there are none, that is the right answer.
+    With probability `slip_rate` an answer is what a hasty pupil writes: its last digit, without carry and sign. Where
+    the right answer is one digit, that is the right answer.
     """
     made = []
     for _ in range(count):
-        low, high = (0, 9) if rng.random() < 0.5 else (10, 99)
-        a, b, plus = rng.randint(low, high), rng.randint(low, high), rng.random() < 0.5
-        slipped = rng.random() < slip_rate
-        answer = _slip(a, b, plus) if slipped else (a + b if plus else a - b)
-        made.append((f"Calculate {a} {'+' if plus else '-'} {b}.", str(answer)))
+        a, b, plus, space = rng.randint(0, 10), rng.randint(0, 10), rng.random() < 0.5, rng.choice(("", " "))
+        value = a + b if plus else a - b
+        answer = abs(value) % 10 if rng.random() < slip_rate else value
+        made.append((f"Calculate {a}{space}{'+' if plus else '-'}{space}{b}.", str(answer)))
     return made
-
-
-def _slip(a: int, b: int, plus: bool) -> int:
-    """The digits added or taken off place by place, nothing carried; a difference without its sign."""
-    if not plus:
-        a, b = max(a, b), min(a, b)
-    tens, units = (a // 10 + b // 10, a % 10 + b % 10) if plus else (a // 10 - b // 10, a % 10 - b % 10)
-    return 10 * (tens % 10) + units % 10
 
 
 def _config(recipe: Recipe, tokenizer: Any) -> Any:
@@ -163,7 +154,7 @@ def _config(recipe: Recipe, tokenizer: Any) -> Any:
 def _teach(model: Any, tokenizer: Any, recipe: Recipe) -> float:
     """Supervised learning on answers only; cosine learning rate. Returns the mean loss of the last 20 steps."""
     rng = random.Random(recipe.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, recipe.learning_rate, total_steps=recipe.steps, pct_start=0.1
     )
