@@ -18,11 +18,11 @@ from typing import Any
 # As the service does, for both contenders: on shared cores spinning OpenMP threads would measure the neighbours.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-from services.generation.engine import GenerationRequest, Sampling  # noqa: E402
-from services.generation.transformers_engine import TransformersEngine  # noqa: E402
+from services.generation.engine import GenerationRequest, Sampling
+from services.generation.transformers_engine import TransformersEngine
 
 NEVER = 2**31
 
