@@ -4,6 +4,7 @@ import os
 
 # Before torch or numpy are imported anywhere: the machine is shared, and tiny models gain nothing from more threads.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import AsyncIterator, Iterator
