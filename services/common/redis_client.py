@@ -37,7 +37,7 @@ def connect(url: str, *, blocking: bool = False) -> Redis:
             then waits longer than the command, and nobody else's command waits behind it.
     """
     try:
-        return Redis.from_url(
+        client = Redis.from_url(
             url,
             protocol=2,
             decode_responses=False,
@@ -49,6 +49,27 @@ def connect(url: str, *, blocking: bool = False) -> Redis:
         )
     except ValueError as error:
         raise ConfigurationError(f"redis_url {redacted(url)!r} is no Redis address: {error}") from error
+    pool = client.connection_pool
+    pool.connection_class = type(pool.connection_class.__name__, (_Cancellable, pool.connection_class), {})
+    return client
+
+
+class _Cancellable:
+    """Mixed into the library's connections: a cancellation while a command is being sent is not lost.
+
+    The library sends within asyncio.wait_for, which on Python 3.11 returns as if nothing had happened when the
+    cancellation meets the end of the sending. A background task then goes on for ever, and whoever waits for its end
+    with it.
+    """
+
+    async def send_packed_command(self, *arguments: Any, **options: Any) -> None:
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
+        await super().send_packed_command(*arguments, **options)  # type: ignore[misc]
+        if task is not None and task.cancelling() > before:
+            # The reply is nobody's; the connection must not hand it to the next command.
+            await self.disconnect(nowait=True)  # type: ignore[attr-defined]
+            raise asyncio.CancelledError
 
 
 def redacted(url: str) -> str:
