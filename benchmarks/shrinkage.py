@@ -105,9 +105,11 @@ def headline(rng: np.random.Generator, n: int, error: float, hallucinated: float
     toward = {"prior": world.prior, "batch_mean": np.full(n, mean_4.mean())}
     pooled = {}
     for name, target in toward.items():
-        delta_squared = max(0.0, float(np.mean((mean_4 - target) ** 2)) - 1 / 4)
-        weight = delta_squared / (delta_squared + 1 / 4)
-        pooled[f"mse_pooled_4_toward_{name}"] = mse(target + weight * (mean_4 - target))
+        # The noise of a mean: bounded as in the per-prompt form, or estimated without bias over the whole batch.
+        for kind, noise in (("", 1 / 4), ("_estimated_noise", float(np.mean((1 - mean_4**2) / 3)))):
+            delta_squared = max(0.0, float(np.mean((mean_4 - target) ** 2)) - noise)
+            weight = delta_squared / (delta_squared + noise)
+            pooled[f"mse_pooled_4_toward_{name}{kind}"] = mse(target + weight * (mean_4 - target))
     return {
         "prior_rmse": mse(world.prior) ** 0.5,
         "osla_rollouts": float(bought.mean()),
@@ -262,10 +264,10 @@ def show(result: dict[str, Any]) -> None:
     for title, table in result["mse"].items():
         print(f"\n{title}")
         for name, value in table.items():
-            print(f"  {name:32}{value['mean']:8.4f} +- {value['sd']:.4f}")
+            print(f"  {name:47}{value['mean']:8.4f} +- {value['sd']:.4f}")
     print("\nright and wrong half-range, rewards 0..1, hallucinated prompts")
     for name, value in result["wrong_scale_on_hallucinated_prompts"].items():
-        print(f"  {name:32}{value['mean']:8.4f} +- {value['sd']:.4f}")
+        print(f"  {name:47}{value['mean']:8.4f} +- {value['sd']:.4f}")
     print("\nfusion at k = 4 beats the plain mean for |prior - mu| below")
     for mu, value in result["fusion_beats_the_mean_of_4_below"].items():
         print(f"  mu {mu:5} {value:.2f}")
