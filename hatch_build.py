@@ -19,7 +19,7 @@ def _plugin(name: str) -> str:
     """Path of a protoc plugin that was installed beside grpcio-tools."""
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
-        raise RuntimeError(f"{name} is not installed: install the packages in [build-system].requires of pyproject.toml")
+        raise RuntimeError(f"{name} is not installed: install [build-system].requires of pyproject.toml")
     return found
 
 

@@ -173,7 +173,7 @@ class OptimizerSpec(Spec):
     gradient_clip: PositiveFloat = 1.0
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
-    micro_batch_tokens: PositiveInt = Field(8192, description="padded tokens in one forward pass; no effect on gradients")
+    micro_batch_tokens: PositiveInt = Field(8192, description="padded tokens a forward pass; no effect on gradients")
 
 
 class SamplingSpec(Spec):
@@ -201,7 +201,7 @@ class JobSpec(Spec):
     evaluation: EvaluationSpec | None = None
     format: PromptFormat = PromptFormat()
     preset: str = "v0.5"
-    algorithm: AlgorithmSpec = Field(description="filled from the preset; given keys override it")
+    algorithm: AlgorithmSpec = Field(PRESETS["v0.5"], description="default: the preset's; given keys override it")
     optimizer: OptimizerSpec = OptimizerSpec()
     sampling: SamplingSpec = SamplingSpec()
     steps: NonNegativeInt = Field(100, description="optimizer steps; 0 only evaluates")
@@ -212,7 +212,9 @@ class JobSpec(Spec):
     checkpoint_every: NonNegativeInt = Field(10, description="steps; 0: only at the end")
     keep_checkpoints: PositiveInt = 2
     group_deadline_seconds: PositiveFloat = 300.0
-    stall_timeout_seconds: PositiveFloat = Field(600.0, description="no group for this long ends the job with the cause")
+    stall_timeout_seconds: PositiveFloat = Field(
+        600.0, description="no group for this long ends the job with the cause"
+    )
     name: str | None = Field(None, max_length=200)
 
     @model_validator(mode="before")
@@ -222,13 +224,14 @@ class JobSpec(Spec):
         if not isinstance(given, dict):
             return given
         name = given.get("preset", "v0.5")
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"unknown preset {name!r}; known: {', '.join(sorted(PRESETS))}")
         overrides = given.get("algorithm") or {}
         if isinstance(overrides, AlgorithmSpec):
             return given
         if not isinstance(overrides, dict):
-            raise ValueError("algorithm must be an object with keys prompts, budget, baseline, loss")
+            # pydantic turns a ValueError, and only that, into an error that names the field.
+            raise ValueError("algorithm must be an object with keys prompts, budget, baseline, loss")  # noqa: TRY004
         return {**given, "algorithm": overlay(PRESETS[name].model_dump(), overrides)}
 
     @model_validator(mode="after")
