@@ -74,7 +74,7 @@ def _tiny(seed: int) -> dict[str, Any]:
         "evaluation": {"data": sums("eval", 200, 0, digits=1, spacings=spacings), "every": 10},
         "algorithm": {"budget": {"k_min": 4, "k_max": 16, "round_size": 4}},
         "optimizer": {
-            "learning_rate": 1e-3,
+            "learning_rate": 1e-4,
             "weight_decay": 0.0,
             "warmup_steps": 2,
             "micro_batch_tokens": 8192,
