@@ -62,6 +62,7 @@ def build_report(
         "rollouts_per_prompt": rollouts_per_prompt(trail),
         "calibration": calibration(trail),
         "samples": pick_samples(trail),
+        "recorded": [*steps, *evaluations],
         "spec": spec,
         "run": run or {},
     }
