@@ -52,7 +52,7 @@ def _smollm2(seed: int) -> dict[str, Any]:
             "system": "Answer with the number only.",
             "examples": [{"prompt": "Calculate 7 + 5.", "answer": "12"}],
         },
-        "algorithm": {"budget": {"k_min": 4, "k_max": 16, "round_size": 4}},
+        "algorithm": {"budget": {"k_min": 4, "k_max": 8, "round_size": 2}},
         "optimizer": {
             "learning_rate": 2e-5,
             "weight_decay": 0.0,
