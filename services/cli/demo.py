@@ -79,6 +79,8 @@ def demo(
             stop_with_progress(stack)
             if finished:
                 shutil.rmtree(state, ignore_errors=True)
+            else:
+                note(f"logs and state are kept in {state}; delete the folder when you are done with it")
 
 
 def demo_spec(policy: str, steps: int | None, seed: int, preset: str) -> dict[str, Any]:
