@@ -85,9 +85,8 @@ def demo(
 
 def demo_spec(policy: str, steps: int | None, seed: int, preset: str) -> dict[str, Any]:
     """The demo's job. Raises UsageProblem for a policy or preset that it does not know."""
-    from trainer.policies.presets import demo_job
-
     from services.cli.spec_input import validate
+    from trainer.policies.presets import demo_job
 
     try:
         job = demo_job(policy, steps=steps, seed=seed)
