@@ -4,7 +4,8 @@ Runs inside a worker process that its pool kills at a wall-clock limit, so the l
 are off (they work in a main thread only and fail silently elsewhere). No text is evaluated by Python here.
 
 A gold that cannot be read is NO_VERDICT; an answer that cannot be read is WRONG; an answer whose size is
-beyond reason is WRONG before the grader sees it, unless it is the gold to the letter.
+beyond reason is WRONG before the grader sees it, unless it is the gold to the letter. Where the gold is a number,
+an answer that leaves its arithmetic undone ("28 + 47") is WRONG, whatever it comes to.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import random
 from fractions import Fraction
 from typing import Any
 
-from services.verifier import normalise, verdicts
+from services.verifier import arithmetic, normalise, verdicts
 from services.verifier.extract import final_answer, trim
 from services.verifier.verdicts import Verdict
 
@@ -91,9 +92,21 @@ def _compare(gold: str, answer: str) -> Verdict:  # noqa: PLR0911 - one return a
         return verdicts.no_verdict(f"{verdicts.GOLD_UNPARSABLE}: the gold cannot be read", answer)
     if parsed_answer is None:
         return verdicts.wrong(f"{verdicts.ANSWER_UNPARSABLE}: the answer cannot be read as mathematics", answer)
-    if _equal(parsed_gold, parsed_answer):
-        return verdicts.correct(verdicts.EQUAL, answer)
-    return verdicts.wrong(verdicts.UNEQUAL, answer)
+    if not _equal(parsed_gold, parsed_answer):
+        return verdicts.wrong(verdicts.UNEQUAL, answer)
+    if arithmetic.is_number(gold) and arithmetic.is_unevaluated(answer) and _comes_out(gold, parsed_answer):
+        return verdicts.wrong(f"{verdicts.UNEVALUATED}: the answer must be worked out to one number", answer)
+    return verdicts.correct(verdicts.EQUAL, answer)
+
+
+def _comes_out(gold: str, answer: Any) -> bool:
+    """Whether an operation comes out as one number; 2*sqrt(3) and pi/4 do not, nor can they equal an integer."""
+    from sympy import Expr, Number
+
+    number = normalise.plain_number(gold)
+    if number is not None and number.denominator == 1:
+        return True
+    return not isinstance(answer, Expr) or isinstance(answer.doit(), Number)
 
 
 def _parse(text: str) -> Any | None:

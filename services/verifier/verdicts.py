@@ -43,6 +43,7 @@ class Verdict:
 
 EQUAL = "equal"
 UNEQUAL = "unequal"
+UNEVALUATED = "unevaluated"
 PARTIAL = "partial"
 NO_ANSWER = "no_answer"
 ANSWER_UNPARSABLE = "answer_unparsable"
