@@ -44,23 +44,24 @@ def sums(purpose: str, size: int, seed: int, *, digits: int, spacings: tuple[str
 
 
 def _smollm2(seed: int) -> dict[str, Any]:
-    """Two-term sums of one- and two-digit numbers with one worked example; the model answers a bare number at first."""
+    """Two-term sums of one- and two-digit numbers, to be answered as `7 + 5 = 12`.
+
+    At first the model explains at length and is cut off; about one rollout in ten writes the calculation out, and those
+    are right about half the time. So there is a form to find, and then arithmetic to sharpen.
+    """
     return {
         "data": sums("train", 1000, seed, digits=2),
-        "evaluation": {"data": sums("eval", 200, 0, digits=2), "every": 8},
-        "format": {
-            "system": "Answer with the number only.",
-            "examples": [{"prompt": "Calculate 7 + 5.", "answer": "12"}],
-        },
+        "evaluation": {"data": sums("eval", 200, 0, digits=2), "every": 7},
+        "format": {"system": "Answer like this: 7 + 5 = 12"},
         "algorithm": {"budget": {"k_min": 4, "k_max": 8, "round_size": 2}},
         "optimizer": {
             "learning_rate": 2e-5,
             "weight_decay": 0.0,
             "warmup_steps": 3,
-            "micro_batch_tokens": 2048,
+            "micro_batch_tokens": 1024,
         },
-        "sampling": {"temperature": 1.0, "max_tokens": 12},
-        "steps": 16,
+        "sampling": {"temperature": 1.0, "max_tokens": 14},
+        "steps": 14,
         "prompts_per_step": 12,
         "checkpoint_every": 0,
     }
