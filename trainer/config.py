@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
+
+# Beyond these a value is a slip of the keyboard; the wire carries counts in 32 bits, and timers end at some years.
+PositiveInt = Annotated[int, Field(gt=0, le=1_000_000_000)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Rollouts = Annotated[int, Field(gt=0, le=65_536)]
+Seconds = Annotated[float, Field(gt=0, le=10_000_000)]
 
 
 class Spec(BaseModel):
     """Base of every part of a job specification: immutable, and strict about names."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 # ---------------------------------------------------------------------------------------------- data
@@ -34,7 +40,7 @@ class GymTask(Spec):
     """One task of reasoning-gym; `config` holds the keyword arguments of the task's own configuration."""
 
     task: str
-    size: PositiveInt
+    size: int = Field(gt=0, le=1_000_000)
     seed: int = 0
     config: dict[str, Any] = Field(default_factory=dict)
 
@@ -82,15 +88,15 @@ class FixedBudget(Spec):
     """The same number of rollouts for every prompt."""
 
     kind: Literal["fixed"] = "fixed"
-    rollouts: PositiveInt = 16
+    rollouts: Rollouts = 16
 
 
 class OslaBudget(Spec):
     """V0.5's one-step-look-ahead rule."""
 
     kind: Literal["osla"] = "osla"
-    k_min: PositiveInt = 4
-    k_max: PositiveInt = 16
+    k_min: Rollouts = 4
+    k_max: Rollouts = 16
     price: PositiveFloat | None = Field(None, description="squared reward (scale -1..1) a rollout; default 1/k_max^2")
     round_size: NonNegativeInt = Field(1, description="rollouts bought at a time; 1 is exact, 0 goes up to k*")
 
@@ -188,7 +194,7 @@ class EvaluationSpec(Spec):
 
     data: DataSource
     every: NonNegativeInt = Field(10, description="steps between evaluations; 0: only before and after")
-    rollouts: PositiveInt = 1
+    rollouts: Rollouts = 1
     temperature: float = Field(0.0, ge=0)
     max_tokens: PositiveInt | None = Field(None, description="default: that of training")
 
@@ -196,7 +202,7 @@ class EvaluationSpec(Spec):
 class JobSpec(Spec):
     """A training job."""
 
-    policy: str = Field(description="smollm2, tiny, or the path or hub name of a Hugging Face model")
+    policy: str = Field(min_length=1, description="smollm2, tiny, or the path or hub name of a Hugging Face model")
     data: DataSource
     evaluation: EvaluationSpec | None = None
     format: PromptFormat = PromptFormat()
@@ -211,10 +217,8 @@ class JobSpec(Spec):
     deterministic: bool = Field(False, description="same seed, same steps (transformers engine); slower")
     checkpoint_every: NonNegativeInt = Field(10, description="steps; 0: only at the end")
     keep_checkpoints: PositiveInt = 2
-    group_deadline_seconds: PositiveFloat = 300.0
-    stall_timeout_seconds: PositiveFloat = Field(
-        600.0, description="no group for this long ends the job with the cause"
-    )
+    group_deadline_seconds: Seconds = 300.0
+    stall_timeout_seconds: Seconds = Field(600.0, description="no group for this long ends the job with the cause")
     name: str | None = Field(None, max_length=200)
 
     @model_validator(mode="before")

@@ -125,26 +125,38 @@ def _checked(source: str, rows: Iterator[tuple[int, dict[str, Any] | Problem]], 
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
+    if "\x00" in str(path):
+        raise InvalidArgument(f"{str(path)!r} is no file's path: it holds a NUL character")
     try:
-        with path.open(encoding="utf-8") as lines:
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "no regular file"  # a device or a pipe may never end
+            raise InvalidArgument(f"{path} is {kind}; give the path of a JSONL file")
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    yield number, Problem(number, "", f"not JSON ({error})")
-                    continue
-                if not isinstance(row, dict):
-                    yield number, Problem(number, "", f"a row must be an object, not {type(row).__name__}")
-                    continue
-                yield number, row
+                if line.strip():
+                    yield number, _parsed(number, line)
     except FileNotFoundError:
         raise InvalidArgument(f"there is no data file {path}") from None
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"{path} is not UTF-8 text ({error})") from None
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no number")
+
+
+def _parsed(number: int, line: bytes) -> dict[str, Any] | Problem:
+    try:
+        row = json.loads(line.decode("utf-8-sig"), parse_constant=_no_number)
+    except UnicodeDecodeError as error:
+        return Problem(number, "", f"not UTF-8 (byte {error.start + 1})")
+    except RecursionError:
+        return Problem(number, "", "not JSON (nested too deeply)")
+    except ValueError as error:
+        return Problem(number, "", f"not JSON ({error})")
+    if not isinstance(row, dict):
+        return Problem(number, "", f"a row must be an object, not {type(row).__name__}")
+    return row
 
 
 def _read_gym(tasks: Sequence[GymTask], seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -184,7 +196,8 @@ def _read_hub(hub: HubData) -> Iterator[tuple[int, dict[str, Any] | Problem]]:
         table = load_dataset(hub.name, hub.config, split=hub.split, revision=hub.revision)
     except Exception as error:
         raise Unavailable(
-            f"data set {hub.name!r} could not be loaded from the hub ({type(error).__name__}: {error}). Without a "
+            f"data set {hub.name!r} could not be loaded from the hub ({type(error).__name__}: "
+            f"{next(iter(str(error).splitlines()), '')}). Without a "
             "connection, save it as JSONL on a machine that has one and give its path under data.path",
             reason="HUB_UNREACHABLE",
         ) from error

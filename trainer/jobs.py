@@ -203,7 +203,10 @@ class JobStore:
         return await self.get(job_id)
 
     async def resume(self, job_id: str) -> tuple[JobRecord, bool]:
-        """Queues a job again, from its last checkpoint; False for one in good health or done, which stays as it is."""
+        """Queues a job again, from its last checkpoint; False for one in good health or done, which stays as it is.
+
+        Raises FailedPrecondition for one that is being cancelled: it would end after it was said to go on.
+        """
         record = await self.get(job_id)
         if record.state is JobState.SUCCEEDED:
             return record, False
@@ -211,6 +214,8 @@ class JobStore:
             await self._enqueue(record)
             return record, False
         if not record.state.terminal and await self.alive(job_id):
+            if record.cancel_requested:
+                raise FailedPrecondition(f"job {job_id} is being cancelled: resume it once it has ended, in seconds")
             return record, False
         fields = {
             "state": JobState.QUEUED,

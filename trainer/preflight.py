@@ -141,7 +141,8 @@ async def check_references(
     if errors:
         first = errors[0]
         raise PreflightError(
-            f"{len(errors)} gold answers cannot be judged against; the first is row {first.row}: {first.message}",
+            f"{len(errors)} gold answer{'s' if len(errors) > 1 else ''} cannot be judged against; the first is row "
+            f"{first.row}: {first.message}",
             code="bad_reference",
             param=first.field.removesuffix(".answer"),
             errors=errors,

@@ -125,14 +125,16 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The file's lines as objects; a torn last line is left out, a missing file is empty."""
     if not path.is_file():
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for text in file:
             if not text.endswith("\n"):
                 return
             try:
-                yield json.loads(text)
-            except ValueError:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
                 continue  # torn by a crash in the middle of the file: what followed it is whole
+            if isinstance(line, dict):
+                yield line
 
 
 def clean(value: Any) -> Any:

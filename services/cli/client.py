@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, cast
+from urllib.parse import quote
 
 import httpx
 
@@ -58,6 +59,10 @@ class HttpClient:
         """The answer's JSON. Raises Unreachable, UsageProblem (refused input) or CliError (anything else)."""
         try:
             answer = self._http.request(method, path, **options)
+        except httpx.UnsupportedProtocol as error:
+            raise UsageProblem(
+                f"{self.url!r} is no address of {self._what}", "give one like http://127.0.0.1:8100"
+            ) from error
         except httpx.HTTPError as error:
             raise self.out_of_reach(error) from error
         if answer.is_success:
@@ -80,11 +85,15 @@ class HttpClient:
         if not isinstance(body, dict):
             body = {}
         what = ": ".join(str(body[key]) for key in ("title", "detail") if body.get(key)) or answer.text[:200]
+        if len(body.get("errors") or []) > 1:
+            what = what.split("\n")[0]  # the detail may have the rows as well
         for item in body.get("errors") or []:
             what += f"\n  - {_one_problem(item)}"
         todo = str(body.get("todo") or body.get("hint") or "")
         if answer.status_code in _UNAUTHORISED:
             return UsageProblem(what, todo or "set ROLLWISE_CLI_AUTH_TOKEN to the service's token")
+        if body.get("code") == "job_not_found":
+            return UsageProblem(what, todo or "`rollwise jobs` lists jobs")
         if answer.status_code == _NOT_FOUND or answer.status_code in _BAD_INPUT:
             return UsageProblem(what, todo)
         if answer.status_code in (502, 503, 504):
@@ -101,6 +110,13 @@ def _one_problem(item: Any) -> str:
     return f"{', '.join(places)}: {text}" if places else text
 
 
+def _segment(job_id: str) -> str:
+    """An id as one part of a path, whatever is in it. Raises UsageProblem for what no URL can carry."""
+    if job_id.strip(".") == "" or not job_id.isprintable():
+        raise UsageProblem(f"{job_id!r} is no job's id", "`rollwise jobs` lists them")
+    return quote(job_id, safe="")
+
+
 class ApiClient(HttpClient):
     """The trainer API: jobs, events, checkpoints, metrics, trail."""
 
@@ -115,7 +131,7 @@ class ApiClient(HttpClient):
 
     def job(self, job_id: str) -> dict[str, Any]:
         """One job."""
-        return self._object("GET", f"/v1/jobs/{job_id}")
+        return self._object("GET", f"/v1/jobs/{_segment(job_id)}")
 
     def jobs(self, limit: int = 100) -> list[dict[str, Any]]:
         """The newest jobs first."""
@@ -123,23 +139,23 @@ class ApiClient(HttpClient):
 
     def cancel(self, job_id: str) -> dict[str, Any]:
         """Asks a job to end."""
-        return self._object("POST", f"/v1/jobs/{job_id}/cancel")
+        return self._object("POST", f"/v1/jobs/{_segment(job_id)}/cancel")
 
     def resume(self, job_id: str) -> dict[str, Any]:
         """Continues a job from its last checkpoint under a new lineage."""
-        return self._object("POST", f"/v1/jobs/{job_id}/resume")
+        return self._object("POST", f"/v1/jobs/{_segment(job_id)}/resume")
 
     def checkpoints(self, job_id: str) -> list[dict[str, Any]]:
         """A job's checkpoints."""
-        return cast(list[dict[str, Any]], self._object("GET", f"/v1/jobs/{job_id}/checkpoints")["data"])
+        return cast(list[dict[str, Any]], self._object("GET", f"/v1/jobs/{_segment(job_id)}/checkpoints")["data"])
 
     def metrics(self, job_id: str) -> list[dict[str, Any]]:
         """A job's series: one object a step."""
-        return cast(list[dict[str, Any]], self._object("GET", f"/v1/jobs/{job_id}/metrics")["data"])
+        return cast(list[dict[str, Any]], self._object("GET", f"/v1/jobs/{_segment(job_id)}/metrics")["data"])
 
     def trail(self, job_id: str) -> list[dict[str, Any]]:
         """One object a group: prior, rewards, decisions, state."""
-        return list(self._lines(f"/v1/jobs/{job_id}/trail"))
+        return list(self._lines(f"/v1/jobs/{_segment(job_id)}/trail"))
 
     def _lines(self, path: str) -> Iterator[dict[str, Any]]:
         try:
@@ -164,7 +180,9 @@ class ApiClient(HttpClient):
             if last is not None:
                 headers["last-event-id"] = last
             try:
-                with self._http.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers, timeout=_EVENTS) as answer:
+                with self._http.stream(
+                    "GET", f"/v1/jobs/{_segment(job_id)}/events", headers=headers, timeout=_EVENTS
+                ) as answer:
                     if not answer.is_success:
                         answer.read()
                         raise self.problem(answer)

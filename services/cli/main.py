@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import typer
@@ -13,7 +14,7 @@ import typer
 from services.cli.demo import demo
 from services.cli.doctor import doctor
 from services.cli.jobs import cancel, jobs
-from services.cli.output import FAILED, INTERRUPTED, CliError, print_error, stderr
+from services.cli.output import FAILED, INTERRUPTED, CliError, UsageProblem, print_error, stderr
 from services.cli.replay import replay
 from services.cli.report import report
 from services.cli.score import score
@@ -21,6 +22,15 @@ from services.cli.submit import evaluate, resume, submit
 from services.cli.up import up
 from services.cli.verify import verify
 from services.cli.watch import watch
+
+_PREFIX = "ROLLWISE_CLI_"
+VARIABLES = (
+    "ROLLWISE_CLI_API_URL",
+    "ROLLWISE_CLI_AUTH_TOKEN",
+    "ROLLWISE_CLI_DEBUG",
+    "ROLLWISE_CLI_VALUE_PRIOR_URL",
+    "ROLLWISE_CLI_VERIFIER_TARGET",
+)
 
 app = typer.Typer(
     name="rollwise",
@@ -58,6 +68,16 @@ def _options(
 ) -> None:
     if debug:
         os.environ["ROLLWISE_CLI_DEBUG"] = "1"
+    refuse_unknown_variables(os.environ)
+
+
+def refuse_unknown_variables(environment: Mapping[str, str]) -> None:
+    """Raises UsageProblem for a variable with this command's prefix that it does not read: a slip is not ignored."""
+    for variable in sorted(environment):
+        if variable.startswith(_PREFIX) and variable not in VARIABLES:
+            close = difflib.get_close_matches(variable, VARIABLES, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(VARIABLES)}"
+            raise UsageProblem(f"unknown environment variable {variable}", hint)
 
 
 def main() -> None:

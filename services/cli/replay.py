@@ -90,9 +90,10 @@ def take_again(line: dict[str, Any], other: Budget | None) -> Group:
         if other is not None and rewards:
             prior = line["trail"][0]["prior"] if line["trail"] else None
             bought = len(counterfactual(rewards, prior, other, scale_of(scale)).rewards)
-    except (KeyError, TypeError, ValueError, ParseError, InvalidArgument) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ParseError, InvalidArgument) as error:
+        why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise UsageProblem(
-            f"group {_prompt_id(line)!r} cannot be replayed: {error}", "is this a trail.jsonl?"
+            f"group {_prompt_id(line)!r} cannot be replayed: {why}", "is this a job's trail.jsonl?"
         ) from error
     return Group(line, replayed, bought)
 
@@ -146,6 +147,8 @@ def _decision(line: dict[str, Any]) -> Any:
 
 
 def _prompt_id(line: dict[str, Any]) -> str:
+    if not isinstance(line, dict) or not isinstance(line.get("key") or {}, dict):
+        raise UsageProblem("a line is no group of a trail", "is this a job's trail.jsonl?")
     return str((line.get("key") or {}).get("prompt_id", ""))
 
 

@@ -32,7 +32,10 @@ def report(
     sources = from_folder(folder) if folder.is_dir() else _from_api(job, api_url)
     sources.setdefault("run", {"versions": versions()})
     result = build_report(**sources)
-    data, page = write_report(result, out)
+    try:
+        data, page = write_report(result, out)
+    except OSError as error:
+        raise UsageProblem(f"--out {out}: {error.strerror or error}", "give a folder that can be written") from error
     if as_json:
         print_json(result)
     else:
@@ -51,9 +54,14 @@ def from_folder(folder: Path) -> dict[str, Any]:
         run = json.loads(spec_file.read_text()) if spec_file.is_file() else {}
     except ValueError as error:
         raise UsageProblem(f"{spec_file} is not JSON: {error}") from error
+    if not isinstance(run, dict) or not isinstance(run.get("spec", {}), dict):
+        raise UsageProblem(f"{spec_file} holds no job specification", "give a job's folder: STATE_DIR/jobs/JOB_ID")
+    recorded = list(read_lines(metrics))
+    if not recorded and metrics.stat().st_size:
+        raise UsageProblem(f"{metrics} holds no recorded step", "give a job's folder: STATE_DIR/jobs/JOB_ID")
     spec = run.pop("spec", {})
     job = {"id": folder.resolve().name, "name": spec.get("name"), "state": "as on disk", "spec": spec, "progress": {}}
-    return {"job": job, "metrics": list(read_lines(metrics)), "trail": list(read_lines(trail)), "run": run}
+    return {"job": job, "metrics": recorded, "trail": list(read_lines(trail)), "run": run}
 
 
 def versions() -> dict[str, str]:

@@ -64,22 +64,26 @@ def _read(file: Path | None) -> list[dict[str, str]]:
     if file is None or str(file) == "-":
         if file is None and sys.stdin.isatty():
             return []
-        lines, name = sys.stdin.read().splitlines(), "standard input"
+        content, name = sys.stdin.buffer.read(), "standard input"
     else:
         try:
-            lines, name = file.read_text().splitlines(), str(file)
+            content, name = file.read_bytes(), str(file)
         except OSError as error:
             raise UsageProblem(f"{file}: {error.strerror}", "give a JSONL file, or - for standard input") from error
     rows = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             rows.append(_row(line, f"{name}, line {number}"))
     return rows
 
 
-def _row(line: str, where: str) -> dict[str, str]:
+def _row(line: bytes, where: str) -> dict[str, str]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UsageProblem(f"{where}: not UTF-8 (byte {error.start + 1})", "save it as UTF-8") from error
+    except RecursionError as error:
+        raise UsageProblem(f"{where}: not JSON (nested too deeply)") from error
     except ValueError as error:
         raise UsageProblem(
             f"{where}: not JSON ({error})", 'each line is an object {"prompt": ..., "id"?: ...}'

@@ -19,11 +19,15 @@ from services.cli.output import UsageProblem
 def read_spec_file(path: Path) -> dict[str, Any]:
     """A JSON or YAML object. Raises UsageProblem."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UsageProblem(f"{path}: {error.strerror}", "give a JSON or YAML file with a job specification") from error
+    except UnicodeDecodeError as error:
+        raise UsageProblem(f"{path} is not UTF-8 (byte {error.start + 1})", "save it as UTF-8") from error
     try:
         value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except RecursionError as error:
+        raise UsageProblem(f"{path} is nested too deeply for a job specification") from error
     except (ValueError, yaml.YAMLError) as error:
         raise UsageProblem(f"{path} is not valid {path.suffix.removeprefix('.').upper() or 'YAML'}: {error}") from error
     if not isinstance(value, dict):

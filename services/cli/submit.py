@@ -136,6 +136,9 @@ def resume_job(job: str, *, watch: bool, api_url: str | None, as_json: bool) -> 
 
     with api(api_url) as client:
         record = client.resume(job)
+        if record["state"] == "succeeded" and not as_json:
+            stdout.print(f"job {record['id']} has succeeded: there is nothing to resume", highlight=False)
+            return
         _tell(record, f"job {record['id']} is {record['state']}", watch=watch, as_json=as_json)
         if watch:
             finish(follow(client, record["id"], as_json=as_json), as_json=as_json)

@@ -130,7 +130,7 @@ def parse_row(line: bytes) -> Row:
     except UnicodeDecodeError as error:
         raise BadRow(f"not UTF-8 (byte {error.start + 1})") from error
     try:
-        data = json.loads(text, parse_int=str, parse_float=str)
+        data = json.loads(text, parse_int=str, parse_float=str, parse_constant=_no_number)
     except RecursionError as error:
         raise BadRow("not JSON: nested too deeply") from error
     except ValueError as error:
@@ -138,6 +138,10 @@ def parse_row(line: bytes) -> Row:
     if not isinstance(data, dict):
         raise BadRow('must be an object like {"gold": "12", "answer": "\\\\boxed{12}"}')
     return Row(_text(data, "gold"), _text(data, "answer"))
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no number")
 
 
 def _text(data: dict[str, Any], name: str) -> str:

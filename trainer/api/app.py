@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram, generate_
 from sse_starlette import EventSourceResponse
 
 from services.common.errors import NotFound
+from trainer.api.limits import BodyLimit
 from trainer.api.problems import ProblemError, install
 from trainer.checkpoint import MARKER, Checkpoints
 from trainer.config import JobSpec
@@ -59,6 +60,7 @@ def create_app(context: Context) -> FastAPI:
 
     app = FastAPI(title="Rollwise", version="1", description="Training jobs.", lifespan=lifespan)
     install(app)
+    app.add_middleware(BodyLimit)
 
     @app.middleware("http")
     async def _measure(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:

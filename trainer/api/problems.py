@@ -37,6 +37,7 @@ TITLES = {
     404: "Not found",
     405: "Method not allowed",
     409: "Conflict",
+    413: "Too large",
     422: "The request was refused",
     429: "Too busy",
     500: "Internal error",
@@ -89,7 +90,15 @@ def field_errors(errors: Sequence[Any]) -> list[dict[str, str]]:
     result = []
     for error in errors:
         places = [str(part) for part in error["loc"] if part not in ("body", "query", "path", "header")]
-        result.append({"field": ".".join(places), "message": str(error["msg"]).removeprefix("Value error, ")})
+        message = str(error["msg"]).removeprefix("Value error, ")
+        if error["type"] == "json_invalid":
+            why = (error.get("ctx") or {}).get("error", "")
+            places, message = [], f"the body is not JSON: {why} at character {error['loc'][-1]}"
+        elif not places and tuple(error["loc"]) == ("body",):
+            message = "the body must be a JSON object, sent with the header content-type: application/json"
+        elif error["type"] == "extra_forbidden":
+            message = "no such key"
+        result.append({"field": ".".join(places), "message": message})
     return result
 
 
@@ -112,6 +121,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         detail = f"there is nothing at {request.url.path}" if error.status_code == 404 else str(error.detail)
+        if error.status_code == 400 and "parsing the body" in detail:
+            detail = "the body is no JSON: not UTF-8, or nested too deeply"
         headers = dict(error.headers) if error.headers else None
         return problem(error.status_code, f"http_{error.status_code}", detail, headers=headers)
 

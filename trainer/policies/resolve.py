@@ -40,8 +40,8 @@ def resolve_policy(name: str) -> Path:
     if _HUB_NAME.fullmatch(name):
         return _from_hub(name)
     raise InvalidArgument(
-        f"unknown policy {name!r}{did_you_mean(name, list(KNOWN_POLICIES))} Known names are "
-        f"{', '.join(KNOWN_POLICIES)}; otherwise give the path of a model folder or a hub name like owner/model",
+        f"unknown policy {name!r}{did_you_mean(name, list(KNOWN_POLICIES)).rstrip('?')}; otherwise give the path of a "
+        "model folder or a hub name like owner/model",
         reason="UNKNOWN_POLICY",
     )
 
@@ -54,7 +54,11 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except Exception as error:
         raise Unavailable(
-            f"policy {name!r} is no folder here and the hub does not give it ({type(error).__name__}: {error}). "
+            f"policy {name!r} is no folder here and the hub does not give it ({_in_one_line(error)}). "
             "Without a connection, download it on a machine that has one and give the folder's path",
             reason="HUB_UNREACHABLE",
         ) from error
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(": ")

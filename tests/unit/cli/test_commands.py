@@ -47,7 +47,7 @@ def rollwise(tmp_path, monkeypatch, capsys):
 
     def run(*arguments: str, stdin: str = "") -> Done:
         monkeypatch.setattr(sys, "argv", ["rollwise", *arguments])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()

@@ -302,3 +302,29 @@ def test_the_demo_trains_and_evaluates_on_different_prompts(policy: str) -> None
     assert load_data(demo_job(policy, seed=2).data).fingerprint != load_data(job.data).fingerprint
     with pytest.raises(InvalidArgument, match="no demo of policy"):
         demo_job("gpt")
+
+
+# ----------------------------------------------------------------------------------- files that are no data
+
+
+def test_lines_that_are_no_utf8_or_json_are_named_and_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    row = b'{"prompt": "1+1?", "answer": "2"}\r\n'
+    path.write_bytes(b"\xef\xbb\xbf" + row * 2)
+    assert len(load_data(DataSource(path=str(path)))) == 2
+    path.write_bytes(
+        row + b'{"prompt": "\xff", "answer": "2"}\n' + b"[" * 100_000 + b"\n" + row.replace(b'"2"', b"NaN")
+    )
+    with pytest.raises(DataError) as caught:
+        load_data(DataSource(path=str(path)))
+    assert [str(problem) for problem in caught.value.problems] == [
+        "row 2: not UTF-8 (byte 13)",
+        "row 3: not JSON (nested too deeply)",
+        "row 4: not JSON (NaN is no number)",
+    ]
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/", "a\x00b"])
+def test_a_path_that_is_no_regular_file_is_refused_without_reading_it(path: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"regular file|folder|NUL"):
+        load_data(DataSource(path=path))

@@ -32,7 +32,7 @@ def write(tmp_path, *lines):
 
 def test_rows_are_judged_in_order_one_line_each(tmp_path):
     rows = [{"gold": str(i), "answer": f"\\boxed{{{i + i % 3}}}"} for i in range(300)]
-    rows[7]["answer"] = "\\boxed{7^{12}-7^{12}+7}"  # slower than its neighbours
+    rows[7] = {"gold": "7^{12}-7^{12}+7", "answer": "\\boxed{7}"}  # slower than its neighbours
     code, out, err = run(write(tmp_path, *rows))
     found = [json.loads(line) for line in out.splitlines()]
     assert (code, err) == (0, "")
@@ -95,7 +95,7 @@ def test_without_json_there_is_a_summary_by_reason(tmp_path):
 
 
 def test_the_command_reads_standard_input(tmp_path):
-    done = CliRunner().invoke(app, ["-", "--json", "--workers", "1"], input='{"gold": "4", "answer": "2+2"}\n')
+    done = CliRunner().invoke(app, ["-", "--json", "--workers", "1"], input='{"gold": "4", "answer": "x = 4"}\n')
     assert done.exit_code == 0
     assert json.loads(done.stdout)["verdict"] == "correct"
     assert CliRunner().invoke(app, ["-", "--workers", "0"]).exit_code == 2
