@@ -146,8 +146,10 @@ class EmbeddedRedis:
                         )
                     raise Unavailable(f"Valkey ended at start with code {self._process.returncode}: {tail}")
                 try:
-                    # The port may be another server's: its process id must be ours.
-                    if client.info("server").get("process_id") == self._process.pid:
+                    # The port may be another server's: its process id must be ours. INFO answers while the log is
+                    # still being read, other commands do not.
+                    ours = client.info("server").get("process_id") == self._process.pid
+                    if ours and not client.info("persistence").get("loading"):
                         return
                 except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
                     pass  # not up, or still loading

@@ -89,7 +89,8 @@ def test_a_time_out_is_not_remembered(pool):
 
 
 def test_a_worker_killed_while_it_judges_costs_at_most_its_own_item(pool, replaced):
-    before = replaced["died"]
+    # Under load a killed worker may still be warming up, which is counted as a failed start.
+    before = replaced["died"] + replaced["failed"]
     until(lambda: len(pool.worker_pids) == 2)
     pids = pool.worker_pids
     stuck = pool.submit(hanging(5))
@@ -100,7 +101,7 @@ def test_a_worker_killed_while_it_judges_costs_at_most_its_own_item(pool, replac
     assert all(f.result(WAIT).kind is Kind.CORRECT for f in others)
     assert stuck.result(WAIT).kind is Kind.NO_VERDICT
     until(lambda: len(pool.worker_pids) == 2)
-    assert replaced["died"] > before
+    assert replaced["died"] + replaced["failed"] > before
 
 
 def test_an_idle_worker_that_dies_is_replaced(pool):
@@ -108,7 +109,7 @@ def test_an_idle_worker_that_dies_is_replaced(pool):
     os.kill(old, signal.SIGKILL)
     until(lambda: len(pool.worker_pids) == 2 and old not in pool.worker_pids)
     assert pool.problem() is None
-    assert pool.submit(tasks.judge_math("2", "\\boxed{1+1}")).result(WAIT).kind is Kind.CORRECT
+    assert pool.submit(tasks.judge_math("2", "\\boxed{\\sqrt{4}}")).result(WAIT).kind is Kind.CORRECT
 
 
 PAYLOADS = [
@@ -129,7 +130,7 @@ def test_payload_strings_are_wrong_run_nothing_and_leave_later_verdicts_alone(po
     assert verdict.kind is Kind.WRONG
     assert not target.exists()
     assert pool.submit(tasks.judge_math("3", "\\boxed{4}")).result(WAIT).kind is Kind.WRONG
-    assert pool.submit(tasks.judge_math("3", "\\boxed{2+1}")).result(WAIT).kind is Kind.CORRECT
+    assert pool.submit(tasks.judge_math("3", "\\boxed{\\sqrt{9}}")).result(WAIT).kind is Kind.CORRECT
 
 
 async def test_items_not_judged_by_the_deadline_are_no_verdict_and_the_others_stand(pool):
