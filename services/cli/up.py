@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from services.cli.output import note, print_json, stderr
+from services.cli.output import UsageProblem, note, print_json, stderr
 
 
 def up(
@@ -67,6 +67,10 @@ def up(
         "worker_metrics": worker_metrics_port,
     }
     ports = Ports(**{name: given[name] or port for name, port in base.as_dict().items()})
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageProblem(f"--state-dir {state_dir}: {error.strerror}", "give a folder that can be written") from error
     stack = Stack(StackOptions(state_dir, ports, redis_url, threads))
     with terminable() as stop:
         try:

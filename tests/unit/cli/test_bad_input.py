@@ -99,3 +99,13 @@ def test_ctrl_c_while_the_program_is_loaded_leaves_no_traceback():
     code = "import services.cli; raise KeyboardInterrupt"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_a_state_folder_that_cannot_be_made_is_wrong_usage(tmp_path):
+    (tmp_path / "file").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli.main", "up", "--any-ports", "--state-dir", str(tmp_path / "file")],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--state-dir" in done.stderr and "Traceback" not in done.stderr
