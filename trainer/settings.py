@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 from pydantic_settings import SettingsConfigDict
 
+from services.common.paths import STATE_DIR
 from services.common.settings import ServiceSettings
 
 # Weight folders are named to another process, which may have another working folder.
@@ -21,7 +22,7 @@ class ServiceTargets(ServiceSettings):
     value_prior_target: str = Field("127.0.0.1:7102", description="host:port of the value prior")
     verifier_target: str = Field("127.0.0.1:7103", description="host:port of the verifier")
     allocator_target: str = Field("127.0.0.1:7104", description="host:port of the allocator")
-    state_dir: AbsolutePath = Field(Path("run"), description="folder for jobs/<id>/ (checkpoints, weights, records)")
+    state_dir: AbsolutePath = Field(STATE_DIR, description="folder for jobs/<id>/ (checkpoints, weights, records)")
     blob_dir: AbsolutePath | None = Field(
         None, description="folder for large payloads, shared with the allocator (default: state_dir/blobs)"
     )

@@ -7,9 +7,13 @@ A job is held under a lease that is renewed while it runs; when this process die
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Sequence
+
+# Read by OpenMP once, when torch loads: idle threads sleep instead of spinning on cores that other processes need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from services.common import keys
 from services.common.errors import NotFound, RollwiseError, Unavailable

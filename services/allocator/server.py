@@ -15,7 +15,6 @@ from services.common.errors import Unavailable
 from services.common.grpc_client import connect_as
 from services.common.grpc_server import GrpcServer
 from services.common.lifecycle import Background
-from services.common.paths import cache_dir
 from services.common.redis_client import check_server, connect, execute, survive
 from services.common.settings import load_settings
 from services.common.streams import Publisher, StreamConsumer
@@ -37,7 +36,7 @@ async def serve(settings: AllocatorSettings) -> None:
             worker: StreamWorker | None = None
             if settings.consume:
                 await check_server(client)
-                blobs = FolderBlobStore((settings.state_dir or cache_dir()) / "blobs")
+                blobs = FolderBlobStore(settings.state_dir.expanduser() / "blobs")
                 consumer = StreamConsumer(
                     client,
                     blocking,

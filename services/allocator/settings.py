@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from services.common.paths import STATE_DIR
 from services.common.settings import Port, ServiceSettings
 
 
@@ -20,7 +21,7 @@ class AllocatorSettings(ServiceSettings):
     generation_target: str = Field("127.0.0.1:7101", description="host:port of the generation service.")
     value_prior_target: str = Field("127.0.0.1:7102", description="host:port of the value prior.")
     verifier_target: str = Field("127.0.0.1:7103", description="host:port of the verifier.")
-    state_dir: Path | None = Field(None, description="Folder shared with the trainer; holds blobs/ for large groups.")
+    state_dir: Path = Field(STATE_DIR, description="Folder shared with the trainer; holds blobs/ for large groups.")
     consume: bool = Field(True, description="Work on the prompts stream (besides Allocate and Decide).")
     consumer: str = Field("allocator-0", min_length=1, description="Name in the stream's group; keep it stable.")
     max_groups: int = Field(64, ge=1, le=65_536, description="Groups in the making at a time.")

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+STATE_DIR = Path("run")
+"""Folder of jobs and large payloads where none is told: processes started by hand in one place share it."""
+
 
 def cache_dir() -> Path:
     """Return the folder for converted models and other files worth keeping, created when missing.

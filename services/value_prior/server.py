@@ -19,7 +19,7 @@ from services.common.errors import ConfigurationError, InvalidArgument, Rollwise
 from services.common.grpc_server import GrpcServer
 from services.common.lifecycle import Background
 from services.common.logging import configure_logging, get_logger
-from services.common.paths import cache_dir
+from services.common.paths import STATE_DIR
 from services.common.redis_client import check_server, connect, execute, survive
 from services.common.settings import load_settings
 from services.common.streams import StreamConsumer
@@ -134,14 +134,18 @@ def main() -> None:
     lifecycle.run(lambda: serve(settings), service="value-prior")
 
 
+def blob_folder(settings: ValuePriorSettings) -> Path:
+    """Where outcomes lie that were too large for the stream: the allocator's folder."""
+    return STATE_DIR / "blobs" if settings.blob_dir is None else Path(settings.blob_dir).expanduser()
+
+
 def _start_worker(
     settings: ValuePriorSettings, model: ValuePrior, client: Redis, blocking: Redis, background: Background
 ) -> None:
-    folder = cache_dir() / "blobs" if settings.blob_dir is None else Path(settings.blob_dir).expanduser()
     consumer = StreamConsumer(
         client,
         blocking,
-        FolderBlobStore(folder),
+        FolderBlobStore(blob_folder(settings)),
         stream=keys.outcomes(),
         group=GROUP,
         consumer=settings.consumer,

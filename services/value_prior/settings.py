@@ -45,4 +45,6 @@ class ValuePriorSettings(ServiceSettings):
     )
     consume: bool = Field(True, description="Learn from the outcomes stream (besides Observe).")
     consumer: str = Field("value-prior-0", min_length=1, description="Name in the stream's group; keep it stable.")
-    blob_dir: str | None = Field(None, description="Folder of payloads that were too large for the stream.")
+    blob_dir: str | None = Field(
+        None, description="Folder of payloads too large for the stream (default: run/blobs, as the trainer's)."
+    )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+
+# Read by OpenMP once, when torch loads: idle threads sleep instead of spinning on cores that other processes need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from services.common.lifecycle import run
 from services.common.settings import load_settings
