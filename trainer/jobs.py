@@ -321,8 +321,9 @@ class JobStore:
         if error is not None:
             data["error"] = error.model_dump(mode="json")
         await self.add_event(job_id, "state", data)
+        await self._publisher.delete_streams(keys.groups(job_id), keys.evals(job_id))
         async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.delete(keys.groups(job_id), keys.evals(job_id), keys.heartbeat(job_id))
+            pipe.delete(keys.heartbeat(job_id))
             for key in (keys.job(job_id), keys.events(job_id), keys.lineage(job_id)):
                 pipe.expire(key, RETENTION_SECONDS)
             await pipe.execute()

@@ -9,10 +9,11 @@ from redis.asyncio import Redis
 
 from services.common import keys, scripts
 from services.common import telemetry as metrics
+from services.common.blob_references import referenced_blobs
 from services.common.blobs import BLOB_THRESHOLD_BYTES, BlobStore
 from services.common.errors import InvalidArgument, ResourceExhausted
 from services.common.logging import get_logger
-from services.common.redis_client import survive, url_of
+from services.common.redis_client import execute, survive, url_of
 from services.common.stream_entries import Fence, Published, Target
 
 log = get_logger("rollwise.streams")
@@ -117,5 +118,21 @@ class Publisher:
         return streams, pointers
 
     async def _discard(self, pointers: Sequence[str]) -> None:
+        for pointer in pointers:
+            await self._blobs.delete(pointer)
+
+    async def delete_streams(self, *streams: str) -> None:
+        """Delete streams that nobody needs any more, with their dead streams and the large payloads of what was left.
+
+        Raises:
+            Unavailable: Redis does not answer; deleting again is safe.
+        """
+        pointers = await survive(
+            lambda: referenced_blobs(self._client, streams), client=self._client, seconds=self._reconnect_seconds
+        )
+        names = [*streams, *map(keys.dead, streams)]
+        await survive(
+            lambda: execute(self._client, "DEL", *names), client=self._client, seconds=self._reconnect_seconds
+        )
         for pointer in pointers:
             await self._blobs.delete(pointer)

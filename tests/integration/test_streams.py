@@ -293,3 +293,19 @@ async def test_a_server_that_evicts_or_forgets_is_refused_with_the_remedy(redis_
         await client.config_set("maxmemory-policy", "noeviction")
         await client.config_set("appendonly", "yes")
         await client.aclose()
+
+
+async def test_a_deleted_stream_takes_its_large_payloads_and_its_dead_entries_with_it(
+    redis_clients: Clients, blobs: FolderBlobStore, publisher: Publisher
+) -> None:
+    await publisher.publish("large", [Target("a", b"x" * (2 << 20))])
+    await publisher.publish("buried", [Target("a", b"y" * (2 << 20))])
+    await publisher.publish("other", [Target("b", b"z" * (2 << 20))])
+    one = consumer(redis_clients, blobs, stream="a", group="g")
+    first, _ = await one.read(count=2, block_seconds=0)
+    await one.bury(first, "unreadable")
+    await publisher.delete_streams("a")
+    client: Any = redis_clients[0]
+    assert await client.exists("a", "a:dead") == 0
+    left = await referenced_blobs(client, ["b"])
+    assert {path.name for path in blobs.path.rglob("*") if path.is_file()} == {p.rsplit("/", 1)[-1] for p in left}
