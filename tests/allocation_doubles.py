@@ -202,5 +202,5 @@ def fixed(n: int) -> allocator_pb2.BudgetRule:
 async def until(condition: Callable[[], object], seconds: float = 10) -> None:
     """Waits for something that the test cannot be told of."""
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.01)

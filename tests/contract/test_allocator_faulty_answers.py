@@ -76,7 +76,7 @@ async def process(folder: Path) -> AsyncIterator[tuple[Doubles, str]]:
     for name, target in world.targets.items():
         command += [f"--{name.replace('_', '-')}-target", target]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLLWISE_")}
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)  # noqa: ASYNC220
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
     try:
         await until(lambda: ready.exists() or running.poll() is not None, 30)
         assert running.poll() is None, running.communicate()[1].decode()

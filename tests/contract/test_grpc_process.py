@@ -61,7 +61,7 @@ lifecycle.run(main, service="probe", settings=settings)
 async def process(tmp_path: Path, *argv: str) -> AsyncIterator[tuple["subprocess.Popen[str]", dict[str, int]]]:
     program, ready = tmp_path / "program.py", tmp_path / "ready.json"
     program.write_text(textwrap.dedent(PROGRAM))
-    started = subprocess.Popen(  # noqa: ASYNC220 - starting is quick, and signals and exit codes are what is tested
+    started = subprocess.Popen(
         [sys.executable, str(program), "--ready-file", str(ready), *argv],
         stderr=subprocess.PIPE,
         text=True,

@@ -197,7 +197,7 @@ async def publish(redis_url, tmp_path, payloads):
 
 async def drained(client):
     async with asyncio.timeout(15):
-        while await client.xlen(keys.outcomes()):  # noqa: ASYNC110 - the other side is another process's to signal
+        while await client.xlen(keys.outcomes()):
             await asyncio.sleep(0.02)
 
 
@@ -286,7 +286,7 @@ async def test_without_redis_nothing_is_acknowledged_and_what_is_known_still_ans
             await observe(stub, outcome(20, won=0.0))
         assert (await score(stub, "1 + 2 ="))[0].context_size == 20
         async with http(service) as client, asyncio.timeout(15):
-            while (await client.get("/healthz")).status_code != 503:  # noqa: ASYNC110 - polled, as a load balancer does
+            while (await client.get("/healthz")).status_code != 503:
                 await asyncio.sleep(0.05)
         redis_server.restart()
         # Sent again, as a client does: counted once, whether or not the first try had arrived.

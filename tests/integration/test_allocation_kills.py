@@ -50,7 +50,7 @@ async def length(client: Redis, stream: str) -> int:
 
 async def until_empty(client: Redis, seconds: float) -> None:
     async with asyncio.timeout(seconds):
-        while await length(client, keys.prompts()):  # noqa: ASYNC110
+        while await length(client, keys.prompts()):
             await asyncio.sleep(0.02)
 
 
@@ -149,7 +149,7 @@ async def test_a_cancelled_jobs_groups_stop_within_two_seconds_and_other_jobs_go
         await until(lambda: world.generation.running == 1)
         assert time.monotonic() - began < 2
         async with asyncio.timeout(2):
-            while await length(client, keys.prompts()) > 1:  # noqa: ASYNC110
+            while await length(client, keys.prompts()) > 1:
                 await asyncio.sleep(0.02)
         assert metrics.GROUPS_STALE._value.get() == counted + 2
         await world.stop("generation")  # ends the other job's held call, which is then made again
@@ -177,7 +177,7 @@ class Process:
     async def start(self) -> None:
         self.ready.unlink(missing_ok=True)
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLLWISE_")}
-        self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL, env=environment)  # noqa: ASYNC220
+        self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL, env=environment)
         await until(lambda: self.ready.exists() or self.process.poll() is not None, 30)
         assert self.process.poll() is None, "the allocator ended at start"
 

@@ -68,7 +68,7 @@ class Queue:
     async def until_empty(self, seconds: float = 20) -> None:
         """Until every prompt is settled or buried."""
         async with asyncio.timeout(seconds):
-            while await self.length(keys.prompts()):  # noqa: ASYNC110
+            while await self.length(keys.prompts()):
                 await asyncio.sleep(0.02)
 
 
@@ -277,7 +277,7 @@ class Process:
     async def start(self) -> None:
         self.ready.unlink(missing_ok=True)
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ROLLWISE_")}
-        self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL, env=environment)  # noqa: ASYNC220
+        self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL, env=environment)
         await until(lambda: self.ready.exists() or self.process.poll() is not None, 30)
         assert self.process.poll() is None, "the allocator ended at start"
 
