@@ -73,7 +73,7 @@ def _tiny(seed: int) -> dict[str, Any]:
     return {
         "data": sums("train", 2000, seed, digits=1, spacings=spacings),
         "evaluation": {"data": sums("eval", 200, 0, digits=1, spacings=spacings), "every": 10},
-        "algorithm": {"budget": {"k_min": 4, "k_max": 12, "round_size": 2}},
+        "algorithm": {"budget": {"k_min": 4, "k_max": 8, "round_size": 2}},
         "optimizer": {
             "learning_rate": 1e-4,
             "weight_decay": 0.0,
