@@ -8,7 +8,7 @@ publishes. A prompt that cannot be worked on yields a filtered group, so that th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import functools
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError
@@ -20,9 +20,9 @@ from services.allocator.allocator import Allocator
 from services.allocator.messages import entry_id
 from services.allocator.record import outcome_of, record
 from services.common import keys
-from services.common.errors import InvalidArgument, Unavailable
+from services.common.errors import InvalidArgument
 from services.common.logging import bind_context, get_logger
-from services.common.redis_client import execute, survive
+from services.common.redis_client import RETRY_SECONDS, execute, patiently, survive
 from services.common.streams import Delivery, Fence, Publisher, StreamConsumer, Target
 
 T = TypeVar("T")
@@ -31,7 +31,6 @@ log = get_logger("rollwise.allocator")
 GROUP = "allocator"
 BLOCK_SECONDS = 1.0
 LINEAGE_POLL_SECONDS = 1.0
-RETRY_SECONDS = 0.5
 
 
 class _LineageEnded(Exception):
@@ -77,7 +76,9 @@ class StreamWorker:
             if free <= 0:
                 await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
                 continue
-            deliveries = await _patiently(lambda n=free: self._consumer.read(count=n, block_seconds=BLOCK_SECONDS))  # type: ignore[misc]
+            deliveries = await _patiently(
+                functools.partial(self._consumer.read, count=free, block_seconds=BLOCK_SECONDS)
+            )
             for delivery in deliveries:
                 if self._stopping.is_set():
                     return  # what was read stays pending, for whoever comes next
@@ -88,7 +89,7 @@ class StreamWorker:
         while True:
             await asyncio.sleep(LINEAGE_POLL_SECONDS)
             jobs = {key.job_id for key in self._running.values()}
-            current = {job: await _patiently(lambda j=job: self._lineage(j)) for job in jobs}  # type: ignore[misc]
+            current = {job: await _patiently(functools.partial(self._lineage, job)) for job in jobs}
             for task, key in list(self._running.items()):
                 if key.lineage < current.get(key.job_id, 0) and task not in self._ended:
                     # Once: a second cancellation would interrupt the settling of the entry.
@@ -206,11 +207,4 @@ def _unworkable(entry: allocator_pb2.PromptEntry, detail: str) -> allocator_pb2.
     )
 
 
-async def _patiently(call: Callable[[], Awaitable[T]]) -> T:
-    """Makes a call again until Redis is there; what was handed out stays ours meanwhile."""
-    while True:
-        try:
-            return await call()
-        except Unavailable as error:
-            log.warning("the allocator waits for Redis", cause=str(error))
-            await asyncio.sleep(RETRY_SECONDS)
+_patiently = functools.partial(patiently, waiting="the allocator waits")

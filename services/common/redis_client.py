@@ -21,6 +21,8 @@ log = get_logger("rollwise.redis")
 # The longest a single blocking command may wait; a blocking client's socket waits longer than that.
 MAX_BLOCK_SECONDS = 5.0
 SOCKET_SECONDS = 10.0
+# Between the tries of a worker that waits for Redis however long it takes.
+RETRY_SECONDS = 0.5
 # What a lost or restarting server looks like. A timeout leaves open whether the command ran.
 LOST = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, ConnectionError)
 
@@ -65,10 +67,10 @@ class _Cancellable:
     async def send_packed_command(self, *arguments: Any, **options: Any) -> None:
         task = asyncio.current_task()
         before = task.cancelling() if task is not None else 0
-        await super().send_packed_command(*arguments, **options)  # type: ignore[misc]
+        await super().send_packed_command(*arguments, **options)  # type: ignore[misc]  # a mixin: the base comes later
         if task is not None and task.cancelling() > before:
             # The reply is nobody's; the connection must not hand it to the next command.
-            await self.disconnect(nowait=True)  # type: ignore[attr-defined]
+            await self.disconnect(nowait=True)  # type: ignore[attr-defined]  # a mixin
             raise asyncio.CancelledError
 
 
@@ -188,3 +190,18 @@ async def check_server(client: "Redis", *, seconds: float = 10.0) -> None:
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
+
+
+async def patiently(call: Callable[[], Awaitable[T]], *, waiting: str) -> T:
+    """Make a call again until Redis is there, for workers that have nothing else to do meanwhile.
+
+    Args:
+        call: Raises Unavailable while Redis is away; what was handed out to the caller stays the caller's.
+        waiting: Says in the log who waits.
+    """
+    while True:
+        try:
+            return await call()
+        except Unavailable as error:
+            log.warning(f"{waiting} for Redis", cause=str(error))
+            await asyncio.sleep(RETRY_SECONDS)

@@ -32,7 +32,7 @@ class _Packed:
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether packing is possible and pays."""
-    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return device.type == "cpu" and dtype == torch.float32 and available
 
 
@@ -43,6 +43,7 @@ def pack_linears(model: nn.Module) -> list[Any]:
         for module in model.modules():
             if type(module) is nn.Linear:
                 handle = _Packed(module)
+                # The one way to replace a module's computation and keep its name and weights.
                 module.forward = handle  # type: ignore[method-assign, assignment]
                 packed.append(handle)
     return packed

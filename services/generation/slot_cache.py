@@ -39,7 +39,7 @@ class PrefillCache(Cache):  # type: ignore[misc]  # transformers ships no types
         return torch.stack(self._parts).permute(0, 1, 2, 4, 3, 5)
 
 
-class SlotCache(Cache):  # type: ignore[misc]
+class SlotCache(Cache):  # type: ignore[misc]  # transformers ships no types
     """The preallocated buffer; `begin_step` says where the next token of each active row goes."""
 
     def __init__(self, *, max_rows: int, max_tokens: int) -> None:

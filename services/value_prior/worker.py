@@ -7,7 +7,8 @@ counts once. What cannot be read, or breaks the contract, goes to the dead strea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import NoReturn, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -16,7 +17,7 @@ from rollwise.v1 import value_prior_pb2
 
 from services.common.errors import InvalidArgument, Unavailable
 from services.common.logging import get_logger
-from services.common.redis_client import execute, survive
+from services.common.redis_client import execute, patiently, survive
 from services.common.streams import Delivery
 from services.value_prior import metrics
 from services.value_prior.messages import outcomes_of
@@ -29,7 +30,6 @@ T = TypeVar("T")
 
 BATCH = 256
 BLOCK_SECONDS = 1.0
-RETRY_SECONDS = 0.5
 
 
 class Consumer(Protocol):
@@ -122,14 +122,7 @@ class OutcomeWorker:
         await _patiently(lambda: self._consumer.bury(delivery, reason))
 
 
-async def _patiently(call: Callable[[], Awaitable[T]]) -> T:
-    """Makes a call again until Redis is there; what was handed out stays ours meanwhile."""
-    while True:
-        try:
-            return await call()
-        except Unavailable as error:
-            log.warning("outcomes wait for Redis", error=str(error))
-            await asyncio.sleep(RETRY_SECONDS)
+_patiently = functools.partial(patiently, waiting="outcomes wait")
 
 
 def _entry_number(entry_id: str) -> tuple[int, int]:
